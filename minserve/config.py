@@ -70,7 +70,7 @@ class LimitsConfig(Section):
 
 
 class PoolConfig(Section):
-    """One pool's part of the engine. Shares are of a step's tokens and of the KV blocks, guaranteed under contention."""
+    """One pool's part of the engine. Shares: of a step's tokens and of the KV blocks, under contention."""
 
     max_num_seqs: Natural = 0  # 0 = all seats
     token_share: Share = 0.5

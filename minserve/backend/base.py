@@ -122,7 +122,7 @@ class Operations(Protocol):
         """x [rows, K], weight [N, K] with optional bias [N] -> x @ weight.T + bias, [rows, N]."""
 
     def glu(self, x: Handle, activation: Activation) -> Handle:
-        """x [rows, 2F] = gate | up -> act(gate) * up, [rows, F]. The weight that made x was prepared with pairs=True."""
+        """x [rows, 2F] = gate | up -> act(gate) * up, [rows, F]. Made by a pairs=True weight."""
 
     def add(self, residual: Handle, branch: Handle) -> Handle:
         """Elementwise sum; may overwrite residual."""
@@ -138,7 +138,7 @@ class Operations(Protocol):
         k_norm: Weight | None = None,
         eps: float = 0.0,
     ) -> Handle:
-        """qkv [T, (H + 2 KV) D] -> handle whose first H * D columns are rotated q; writes rotated k, and v, to the slots.
+        """qkv [T, (H + 2 KV) D] -> handle whose first H * D columns are rotated q; k and v go to the slots.
 
         q_norm, k_norm: RMSNorm weights [D] applied per head before the rotation (qwen3, gemma3). The rotation pairs
         dimension i with i + r/2 for the first r = 2 * len(inverse frequencies) dimensions (Su et al. 2021, NeoX order).
