@@ -24,7 +24,7 @@ class Section(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=T
     """Base of all sections: unknown keys are errors, values are checked when decoded."""
 
 
-class ModelConfig(Section):
+class ModelConfig(Section, frozen=True):
     """Which model, and how its files are read."""
 
     name: str = "smollm2-135m-instruct"  # known name, Hugging Face repo id, folder or .gguf file
@@ -34,7 +34,7 @@ class ModelConfig(Section):
     quantize: Literal["none", "q8", "q4"] = "none"  # requantize bf16/f16/f32 weights at load (numba)
 
 
-class EngineConfig(Section):
+class EngineConfig(Section, frozen=True):
     """Device, batch and cache sizes."""
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
@@ -53,7 +53,7 @@ class EngineConfig(Section):
     itl_target_ms: Annotated[float, Meta(gt=0)] = 40.0  # chunks of prompts are sized so that steps stay near it
 
 
-class LimitsConfig(Section):
+class LimitsConfig(Section, frozen=True):
     """Ceilings on every call. They hold with and without keys."""
 
     default_max_tokens: Count = 512  # chat, when the request names none
@@ -69,7 +69,7 @@ class LimitsConfig(Section):
     max_messages: Count = 2048
 
 
-class PoolConfig(Section):
+class PoolConfig(Section, frozen=True):
     """One pool's part of the engine. Shares: of a step's tokens and of the KV blocks, under contention."""
 
     max_num_seqs: Natural = 0  # 0 = all seats
@@ -79,12 +79,12 @@ class PoolConfig(Section):
     queue_timeout_s: Seconds = 30.0
 
 
-class PoolsConfig(Section):
+class PoolsConfig(Section, frozen=True):
     interactive: PoolConfig = PoolConfig(token_share=0.8, kv_share=0.7)
     bulk: PoolConfig = PoolConfig(token_share=0.2, kv_share=0.3, max_queue=4096, queue_timeout_s=3600.0)
 
 
-class TimeoutsConfig(Section):
+class TimeoutsConfig(Section, frozen=True):
     """Layers, each inside the next: step < token gap < first token < total; write stall < total."""
 
     step_s: Seconds = 30.0
@@ -96,7 +96,7 @@ class TimeoutsConfig(Section):
     sse_keep_alive_s: Seconds = 10.0
 
 
-class ServerConfig(Section):
+class ServerConfig(Section, frozen=True):
     host: str = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
     allowed_origins: tuple[str, ...] = ()  # foreign pages that may call; "localhost" = any port of this machine
@@ -106,7 +106,7 @@ class ServerConfig(Section):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
 
-class KeyConfig(Section):
+class KeyConfig(Section, frozen=True):
     """An API key: a tenant. Only its SHA-256 is kept; `minserve keys new` prints both."""
 
     sha256: str
@@ -118,13 +118,13 @@ class KeyConfig(Section):
     admin: bool = False  # may read /status, /metrics and change settings
 
 
-class LedgerConfig(Section):
+class LedgerConfig(Section, frozen=True):
     path: str | None = None  # default: ledger.db in the data folder
     enabled: bool = True
     retention_days: Natural = 0  # 0 = for ever
 
 
-class Config(Section):
+class Config(Section, frozen=True):
     model: ModelConfig = ModelConfig()
     engine: EngineConfig = EngineConfig()
     limits: LimitsConfig = LimitsConfig()

@@ -158,7 +158,7 @@ def _nibbles(qs: Bytes) -> Bytes:
 
 def _fifth_bits(blocks: Bytes, start: int) -> Bytes:
     """The fifth bit of each of 32 weights, as 0 or 16: bit i of a little-endian uint32 belongs to weight i."""
-    return np.unpackbits(blocks[..., start : start + 4], axis=-1, bitorder="little") << 4
+    return np.unpackbits(blocks[..., start : start + 4], axis=-1, bitorder="little") << np.uint8(4)
 
 
 def _q8_0(b: Bytes) -> Groups:
@@ -209,7 +209,7 @@ def _q5_k(b: Bytes) -> Groups:
     scale, minimum = _k_scales(b)
     high = np.unpackbits(b[..., 16:48], axis=-1, bitorder="little")  # bit j of byte i: weight i of group j
     fifth = high.reshape(*b.shape[:-1], 32, 8).swapaxes(-1, -2).reshape(*b.shape[:-1], 256)
-    return Groups(5, 32, _flat(_k_nibbles(b[..., 48:176]) | (fifth << 4)), scale, minimum)
+    return Groups(5, 32, _flat(_k_nibbles(b[..., 48:176]) | (fifth << np.uint8(4))), scale, minimum)
 
 
 def _q6_k(b: Bytes) -> Groups:
