@@ -30,6 +30,10 @@ BatchView = Any  # the step's integer inputs as the backend holds them
 Activation = Literal["silu", "gelu"]  # gelu is the tanh form
 
 
+class CheckpointError(ValueError):
+    """A model's files are damaged, lie about themselves, or hold something that can't be read. Says which and where."""
+
+
 class BackendError(Exception):
     """The machine can't run this (too little memory, no driver, an encoding it lacks). The message says what helps."""
 
