@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
+from typing import Any
 
 
 class Pool(StrEnum):
@@ -60,7 +61,7 @@ class RequestError(Exception):
         self.should_retry = should_retry
 
 
-_NO_BIAS: Mapping[int, float] = MappingProxyType({})
+_NOTHING: Mapping[Any, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] = _NO_BIAS
+    logit_bias: Mapping[int, float] = field(default_factory=lambda: _NOTHING)
     allowed_token_ids: frozenset[int] | None = None
     banned_token_ids: frozenset[int] = frozenset()
     logprobs: int | None = None
@@ -202,7 +203,7 @@ class StepPlan:
     admitted: tuple[str, ...] = ()
     preempted: tuple[str, ...] = ()
     exhausted: tuple[str, ...] = ()
-    waits: Mapping[str, int] = _NO_BIAS  # type: ignore[assignment]
+    waits: Mapping[str, int] = field(default_factory=lambda: _NOTHING)
 
     @property
     def tokens(self) -> int:
