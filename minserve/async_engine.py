@@ -1,0 +1,345 @@
+"""A thin asynchronous skin around the engine: the step loop, one worker thread, and a stream per submission.
+
+Owns the loop task, the worker and the streams. All state of engine and streams is touched on the event loop; the
+worker sees one step at a time. What frees a submission: its reader's `close`, its deadline, a failed step, drain.
+It must not know HTTP; the server touches nothing of the engine but this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from minserve.batch import StepResult
+from minserve.engine import Delivery, Engine, Progress, Step, step_failed
+from minserve.policy.admission import Accept, Load, admit
+from minserve.request import Pool, RequestError, RequestOutcome, Submission, TextDelta
+
+log = logging.getLogger("minserve.engine")
+
+
+class State(StrEnum):
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+class Worker:
+    """One long-lived thread that runs steps. CuPy's device and stream, and the CPU team's leader, belong to it."""
+
+    def __init__(self, run: Callable[[Step], StepResult]) -> None:
+        self._run = run
+        self._job: tuple[Step, asyncio.Future[StepResult]] | None = None
+        self._wake = threading.Semaphore(0)
+        self._thread = threading.Thread(target=self._work, name="minserve-worker", daemon=True)
+        self._thread.start()
+
+    def submit(self, step: Step) -> asyncio.Future[StepResult]:
+        future: asyncio.Future[StepResult] = asyncio.get_running_loop().create_future()
+        self._job = (step, future)
+        self._wake.release()
+        return future
+
+    def stop(self) -> None:
+        """Let the thread end after the step it is in. Idempotent."""
+        self._job = None
+        self._wake.release()
+
+    def join(self, timeout: float) -> bool:
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _work(self) -> None:
+        while True:
+            self._wake.acquire()
+            job = self._job
+            if job is None:
+                return
+            step, future = job
+            loop = future.get_loop()
+            try:
+                result = self._run(step)
+            except BaseException as error:  # whatever it is, the loop must hear of it
+                _call(loop, _set_exception, future, error)
+            else:
+                _call(loop, _set_result, future, result)
+
+
+def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: Any) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(function, *args)
+
+
+def _set_result(future: asyncio.Future[StepResult], result: StepResult) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _set_exception(future: asyncio.Future[StepResult], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+
+
+class Stream(AsyncIterator[list[TextDelta]]):
+    """What a submission's reader holds. Bounded by n * max_tokens deltas; nothing is dropped, nobody is awaited."""
+
+    def __init__(self, engine: AsyncEngine, submission: Submission) -> None:
+        self.submission = submission
+        self.outcomes: list[RequestOutcome] = []
+        self._engine = engine
+        self._pending: list[TextDelta] = []
+        self._open = submission.n
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def __anext__(self) -> list[TextDelta]:
+        """Everything that is new, at least one delta; ends after the last choice has finished."""
+        while not self._pending:
+            if self._open == 0:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        pending, self._pending = self._pending, []
+        return pending
+
+    def close(self) -> None:
+        """The reader is gone: abort what is unfinished. Idempotent, legal in every state."""
+        if self._open:
+            self._engine.abort(self.submission.id)
+
+    @property
+    def progress(self) -> Progress:
+        return self._engine.engine.progress(self.submission.id)
+
+    @property
+    def done(self) -> bool:
+        return self._open == 0
+
+    def deliver(self, delivery: Delivery) -> None:
+        self._pending.append(delivery.delta)
+        if delivery.outcome is not None:
+            self.outcomes.append(delivery.outcome)
+            self._open -= 1
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """A snapshot for people and scrapers. Counts of requests and blocks; step_age in seconds, None before the first."""
+
+    state: State
+    steps: int
+    running: dict[str, int]
+    waiting: dict[str, int]
+    blocks_total: int
+    blocks_free: int
+    blocks_cached: int
+    streams: int
+    step_age: float | None
+
+
+class AsyncEngine:
+    def __init__(self, engine: Engine, *, max_queue: dict[Pool, int], step_timeout: float = 30.0) -> None:
+        self.engine = engine
+        self.state = State.READY
+        self.failure: RequestError | None = None
+        self._max_queue = max_queue
+        self._step_timeout = step_timeout
+        self._streams: dict[str, Stream] = {}
+        self._deadlines: dict[str, tuple[float | None, float | None]] = {}
+        self._inbox: list[tuple[str, RequestError | None]] = []
+        self._stepping = False
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._task: asyncio.Task[None] | None = None
+        self._worker = Worker(engine.run)
+        self._steps = 0
+        self._failures = 0
+        self._last_step: float | None = None
+        self._tokens_per_second = 0.0
+
+    # -- what the server calls
+
+    async def start(self) -> None:
+        self._task = asyncio.create_task(self._loop(), name="minserve-steps")
+
+    def submit(self, submission: Submission) -> Stream:
+        """Queue a submission. RequestError 400 if it can never fit, 503 if the queue is full or nothing is accepted."""
+        if self.failure is not None:
+            raise self.failure
+        if self.state is not State.READY:
+            raise RequestError("The server is shutting down.", status=503, code="draining", retry_after=5)
+        verdict = admit(submission, self.engine.scheduler.limits, self._load(submission.pool))
+        if not isinstance(verdict, Accept):
+            raise verdict.error()
+        self.engine.submit(submission)
+        stream = self._streams[submission.id] = Stream(self, submission)
+        if submission.deadline is not None or submission.queue_deadline is not None:
+            self._deadlines[submission.id] = (submission.queue_deadline, submission.deadline)
+        self._idle.clear()
+        self._wake.set()
+        return stream
+
+    def abort(self, submission_id: str, error: RequestError | None = None) -> bool:
+        """End a submission; its stream gets the last deltas. False if there is no such one.
+
+        While a step runs this waits in the inbox: requests and blocks change only between steps.
+        """
+        if submission_id not in self._streams:
+            return False
+        self._inbox.append((submission_id, error))
+        if not self._stepping:
+            self._drain_inbox()
+        return True
+
+    def status(self) -> EngineStatus:
+        counts = self.engine.scheduler.counts()
+        age = None if self._last_step is None else self.engine.clock() - self._last_step
+        return EngineStatus(
+            state=self.state,
+            steps=self._steps,
+            running={pool.value: n for pool, n in counts.running.items()},
+            waiting={pool.value: n for pool, n in counts.waiting.items()},
+            blocks_total=counts.blocks_total,
+            blocks_free=counts.blocks_free,
+            blocks_cached=counts.blocks_cached,
+            streams=len(self._streams),
+            step_age=age,
+        )
+
+    async def drain(self, timeout: float) -> None:
+        """Refuse new work, let the rest finish for `timeout` seconds, then end what is left with an error."""
+        if self.state is State.READY:
+            self.state = State.DRAINING
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), timeout)
+        gone = RequestError("The server is shutting down.", status=503, code="shutting_down")
+        for submission_id in list(self._streams):
+            self.abort(submission_id, gone)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), self._step_timeout)
+
+    async def stop(self) -> None:
+        """End the loop and the worker, free the device. Idempotent."""
+        if self.state is State.STOPPED:
+            return
+        self.state = State.STOPPED
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        self._worker.stop()
+        stopped = await asyncio.to_thread(self._worker.join, self._step_timeout)
+        self._deliver(self.engine.fail_all(RequestError("The server has stopped.", status=503, code="shutting_down")))
+        if stopped:
+            self.engine.runner.close()
+
+    # -- the step loop
+
+    async def _loop(self) -> None:
+        try:
+            while self.failure is None:
+                if not self.engine.has_work:
+                    self._wake.clear()
+                    await self._wake.wait()
+                    continue
+                await self._step()
+        except Exception:
+            log.exception("the step loop failed")
+            self._give_up("The engine has failed.")
+
+    async def _step(self) -> None:
+        self._drain_inbox()
+        self._expire()
+        step = self.engine.begin()
+        if not step.plan.chunks:
+            # Nothing can run now: deliver what the plan ended, then let aborts and submits in.
+            self._deliver(self.engine.complete(step, StepResult(())))
+            await asyncio.sleep(0.001)
+            return
+        self._stepping = True
+        try:
+            result = await asyncio.wait_for(self._worker.submit(step), self._step_timeout)
+        except TimeoutError:
+            log.error("step %d took longer than %.0f s", step.plan.step, self._step_timeout)
+            self._give_up(f"A step took longer than {self._step_timeout:g} s; the engine has stopped.")
+            return
+        except Exception as error:
+            log.exception("step %d failed", step.plan.step, exc_info=error)
+            self._failures += 1
+            self._deliver(self.engine.fail(step, step_failed(error)))
+            if self._failures >= 2:
+                self._give_up("The engine failed twice in a row and has stopped.")
+            return
+        finally:
+            self._stepping = False
+        self._failures = 0
+        self._deliver(self.engine.complete(step, result))
+        self._finished(step)
+
+    def _drain_inbox(self) -> None:
+        inbox, self._inbox = self._inbox, []
+        for submission_id, error in inbox:
+            self._deliver(self.engine.abort(submission_id, error))
+
+    def _finished(self, step: Step) -> None:
+        self._steps += 1
+        self._last_step = self.engine.clock()
+        rate = step.plan.tokens / max(self._last_step - step.started, 1e-6)
+        self._tokens_per_second += 0.1 * (rate - self._tokens_per_second)
+
+    def _give_up(self, message: str) -> None:
+        """Never healthy but dead: every stream gets the error, submit refuses, health reports it."""
+        self.failure = RequestError(message, status=503, code="engine_failed")
+        self.state = State.FAILED
+        self._deliver(self.engine.fail_all(self.failure))
+
+    def _deliver(self, deliveries: list[Delivery]) -> None:
+        for delivery in deliveries:
+            stream = self._streams[delivery.group]
+            stream.deliver(delivery)
+            if stream.done:
+                del self._streams[delivery.group]
+                self._deadlines.pop(delivery.group, None)
+        if not self._streams:
+            self._idle.set()
+
+    def _expire(self) -> None:
+        """Queue-time ceilings and total deadlines, checked between steps."""
+        now = self.engine.clock()
+        for group, (queue, total) in list(self._deadlines.items()):
+            if total is not None and now >= total:
+                error = RequestError("The request took longer than the server allows.", status=504, code="timeout")
+                self._deliver(self.engine.abort(group, error))
+            elif queue is not None and now >= queue and self.engine.progress(group).phase == "queued":
+                wait = self._load(self._streams[group].submission.pool).wait_seconds
+                self._deliver(self.engine.abort(group, queue_timeout(wait)))
+
+    def _load(self, pool: Pool) -> Load:
+        requests = self.engine.scheduler.requests.values()
+        waiting = [r for r in requests if r.seat < 0 and r.pool is pool]
+        return Load(
+            queued=len(waiting),
+            max_queue=self._max_queue[pool],
+            backlog_tokens=sum(r.limit - r.computed for r in waiting),
+            tokens_per_second=self._tokens_per_second,
+        )
+
+
+def queue_timeout(wait: float) -> RequestError:
+    return RequestError(
+        "The request waited in the queue longer than the server allows.",
+        status=503,
+        code="queue_timeout",
+        retry_after=max(1.0, wait),
+    )

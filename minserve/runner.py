@@ -1,0 +1,71 @@
+"""Runs a step's arrays on a program and gives the rows back to the chunks they belong to.
+
+Owns nothing but the program. Called on the worker thread only. It must not know requests: a plan and a batch are all
+it sees, both immutable.
+"""
+
+from __future__ import annotations
+
+from minserve.backend.base import ModelSpec, Peaks, Program
+from minserve.batch import Batch, ChunkResult, Sampled, StepResult
+from minserve.request import Chunk, StepPlan, TokenLogprob
+
+
+class Runner:
+    """`run` is what happens between plan and commit: upload, forward pass, sampling, download."""
+
+    def __init__(self, program: Program, spec: ModelSpec, peaks: Peaks, kv_bytes_per_token: float) -> None:
+        self.program = program
+        self.spec = spec
+        self.peaks = peaks
+        self._kv_bytes_per_token = kv_bytes_per_token
+
+    def run(self, plan: StepPlan, batch: Batch) -> StepResult:
+        sampled = self.program.run(batch)
+        results, row = [], 0
+        for chunk in plan.chunks:
+            results.append(_chunk_result(chunk, sampled, row))
+            row += chunk.scored + chunk.samples + len(chunk.forks)
+        return StepResult(tuple(results))
+
+    def ideal_seconds(self, batch: Batch) -> float:
+        """Time this step's traffic or arithmetic would take at the measured peaks, whichever is longer.
+
+        Bytes: every weight once, every cached row of the step's requests once. FLOPs: the linear layers and the head.
+        """
+        rows = float(batch.context_lens.sum())
+        nbytes = self.spec.weight_bytes + rows * self._kv_bytes_per_token
+        flops = batch.num_tokens * self.spec.flops_per_token + batch.num_rows * self.spec.head_flops
+        return max(nbytes / self.peaks.bandwidth, flops / self.peaks.flops)
+
+    def close(self) -> None:
+        self.program.close()
+
+
+def _chunk_result(chunk: Chunk, sampled: Sampled, row: int) -> ChunkResult:
+    first = row + chunk.scored
+    last = first + chunk.samples
+    drawn = [int(token) for token in sampled.tokens[first:last]]
+    accepted = _accept(chunk.draft, drawn)
+    forks = slice(last, last + len(chunk.forks))
+    scored: tuple[TokenLogprob, ...] = tuple(lp for lp in sampled.logprobs[row:first] if lp is not None)
+    return ChunkResult(
+        tokens=tuple(drawn[:accepted]),
+        logprobs=sampled.logprobs[first : first + accepted],
+        fork_tokens=tuple(int(token) for token in sampled.tokens[forks]),
+        fork_logprobs=sampled.logprobs[forks],
+        scored=scored,
+    )
+
+
+def _accept(draft: tuple[int, ...], drawn: list[int]) -> int:
+    """How many drawn tokens stand: row i was computed under the assumption that drafts 0..i-1 are right.
+
+    Exact for greedy and for seeded sampling alike, since a token's random number depends on its index alone.
+    """
+    if not drawn:
+        return 0
+    agreed = 0
+    while agreed < len(draft) and draft[agreed] == drawn[agreed]:
+        agreed += 1
+    return agreed + 1

@@ -1,0 +1,84 @@
+"""Defaults < file < environment < flags, and errors that say which value, from where."""
+
+from pathlib import Path
+
+import pytest
+
+from minserve.settings import FIELDS, Settings, SettingsError, load
+
+
+def settings(tmp_path: Path, text: str = "", env: dict[str, str] | None = None, **flags: str) -> Settings:
+    file = tmp_path / "minserve.toml"
+    file.write_text(text, encoding="utf-8")
+    return load(file, env or {}, {name.replace("__", "."): value for name, value in flags.items()})
+
+
+def test_later_sources_win_and_say_where_a_value_came_from(tmp_path: Path) -> None:
+    text = "[engine]\nthreads = 1\nmax_num_seqs = 4\nblock_size = 32\n"
+    env = {"MINSERVE_ENGINE_MAX_NUM_SEQS": "5", "MINSERVE_ENGINE_BLOCK_SIZE": "64", "PATH": "x"}
+    got = settings(tmp_path, text, env, engine__block_size="8")
+    assert (got.config.engine.threads, got.config.engine.max_num_seqs, got.config.engine.block_size) == (1, 5, 8)
+    assert got.origins["engine.threads"].endswith("minserve.toml")
+    assert got.origins["engine.max_num_seqs"] == "MINSERVE_ENGINE_MAX_NUM_SEQS"
+    assert got.origins["engine.block_size"] == "--block-size"
+    assert got.origins["server.port"] == "default"
+
+
+def test_a_nested_section_keeps_its_own_defaults(tmp_path: Path) -> None:
+    got = settings(tmp_path, "[pools.bulk]\nmax_queue = 7\n")
+    assert got.config.pools.bulk.max_queue == 7
+    assert got.config.pools.bulk.queue_timeout_s == 3600.0
+    assert got.config.pools.interactive.token_share == 0.8
+
+
+def test_keys_are_a_table(tmp_path: Path) -> None:
+    got = settings(tmp_path, '[keys.web]\nsha256 = "ab"\nuser = "ann"\n')
+    assert got.config.keys["web"].user == "ann"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[engine]\nthread = 1\n", "unknown setting 'engine.thread'. Did you mean engine.threads?"),
+        ("[engin]\nthreads = 1\n", "Did you mean engine"),
+        ("[engine]\nthreads = '1'\n", r"engine.threads: Expected `int`, got `str`"),
+        ("[engine]\nthreads = true\n", "engine.threads: Expected `int`, got `bool`"),
+        ("[engine]\nmax_num_seqs = 0\n", "engine.max_num_seqs: Expected `int` >= 1"),
+        ("[engine]\ndevice = 'tpu'\n", "engine.device: Invalid enum value 'tpu'"),
+        ("[keys.web]\nuser = 'ann'\n", "keys: Object missing required field `sha256`"),
+        ("[engine\n", "minserve.toml"),
+    ],
+)
+def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(SettingsError) as error:
+        settings(tmp_path, text)
+    assert message in str(error.value)
+
+
+def test_bad_variables_and_flags_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="Did you mean MINSERVE_ENGINE_THREADS"):
+        settings(tmp_path, env={"MINSERVE_ENGINE_THREDS": "1"})
+    with pytest.raises(SettingsError, match=r"MINSERVE_SERVER_PORT: server\.port"):
+        settings(tmp_path, env={"MINSERVE_SERVER_PORT": "http"})
+    with pytest.raises(SettingsError, match=r"--port: server\.port"):
+        settings(tmp_path, server__port="70000")
+
+
+def test_lists_are_separated_by_commas(tmp_path: Path) -> None:
+    got = settings(tmp_path, env={"MINSERVE_SERVER_ALLOWED_ORIGINS": "https://a.example, https://b.example"})
+    assert got.config.server.allowed_origins == ("https://a.example", "https://b.example")
+
+
+def test_a_secret_is_not_echoed(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError) as error:
+        settings(tmp_path, '[keys.web]\nuser = "ann"\nsecret = "ms-123"\n')
+    assert "ms-123" not in str(error.value)
+
+
+def test_a_missing_named_file_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="no such file"):
+        load(tmp_path / "none.toml", {}, {})
+
+
+def test_every_field_has_a_default() -> None:
+    assert len(FIELDS) > 40
