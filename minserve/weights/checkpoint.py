@@ -1,0 +1,187 @@
+"""A model's files as one object: weights, tokenizer, chat template, defaults, identity.
+
+Owns what is in which file of a Hugging Face folder or a GGUF file. It must not know how weights are computed with, how
+text is tokenized, or where the files came from (`hub`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from minserve.backend.base import Checkpoint, CheckpointError
+from minserve.weights.files import identity, read_bytes, read_json
+from minserve.weights.gguf_file import read_gguf
+from minserve.weights.gguf_metadata import Metadata, vocabulary
+from minserve.weights.gguf_model import GgufCheckpoint
+from minserve.weights.safetensors_file import SafetensorsCheckpoint
+from minserve.weights.vocabulary import GgufVocabulary, TokenizerJson
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """What the model's authors recommend where a request says nothing (generation_config.json). None: nothing."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    eos_token_ids: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """weights_id: differs whenever the files differ, so that cached KV rows never outlive their weights."""
+
+    checkpoint: Checkpoint
+    tokenizer: TokenizerJson | GgufVocabulary
+    chat_template: str | None
+    defaults: GenerationDefaults
+    weights_id: bytes
+    source: Path
+    file_format: Literal["safetensors", "gguf", "dummy"]
+
+
+def load_checkpoint(path: Path) -> LoadedModel:
+    """Open a folder (Hugging Face's layout, or one that holds a single .gguf file) or a .gguf file.
+
+    Weights are mapped, not read: this takes milliseconds. CheckpointError says what is missing or wrong.
+    """
+    if path.is_dir():
+        files = sorted(path.glob("*.gguf"))
+        if (path / "config.json").is_file() or not files:
+            return _load_folder(path)
+        if len(files) > 1:
+            raise CheckpointError(f"{path} holds {len(files)} .gguf files: name the one to load")
+        path = files[0]
+    if not path.is_file():
+        raise CheckpointError(f"{path} does not exist")
+    if path.suffix.lower() != ".gguf":
+        raise CheckpointError(f"{path.name} is neither a folder nor a .gguf file")
+    return _load_gguf(path)
+
+
+def _load_gguf(path: Path) -> LoadedModel:
+    file = read_gguf(path)
+    metadata = Metadata(file.metadata)
+    try:
+        if metadata.integer("split.count", 1, low=0) > 1:
+            raise CheckpointError("a part of a split file; join the parts first (llama-gguf-split --merge)")
+        checkpoint = GgufCheckpoint(file)
+        words = vocabulary(metadata)
+        template = metadata.text("tokenizer.chat_template", "") or None
+        defaults = GenerationDefaults(
+            temperature=_optional(metadata, "general.sampling.temp"),
+            top_p=_optional(metadata, "general.sampling.top_p"),
+            top_k=metadata.integer("general.sampling.top_k") if "general.sampling.top_k" in metadata else None,
+            min_p=_optional(metadata, "general.sampling.min_p"),
+            repetition_penalty=_optional(metadata, "general.sampling.penalty_repeat"),
+            eos_token_ids=words.end_ids,
+        )
+    except CheckpointError as error:
+        raise CheckpointError(f"{path.name}: {error}") from error
+    weights_id = identity([path], [file.header])
+    return LoadedModel(checkpoint, words, template, defaults, weights_id, path, "gguf")
+
+
+def _optional(metadata: Metadata, key: str) -> float | None:
+    return metadata.number(key) if key in metadata else None
+
+
+def _load_folder(folder: Path) -> LoadedModel:
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{folder} has no config.json")
+    config = read_json(folder / "config.json")
+    if "quantization_config" in config:
+        method = config["quantization_config"]
+        method = method.get("quant_method", "some method") if isinstance(method, dict) else "some method"
+        raise CheckpointError(
+            f"the weights are quantized by {method}, which can't be read; take the original or a GGUF"
+        )
+    if not list(folder.glob("*.safetensors")) and list(folder.glob("*.bin")):
+        raise CheckpointError(
+            f"{folder} has only pickled weights (.bin), which could run code; take safetensors or GGUF"
+        )
+    checkpoint = SafetensorsCheckpoint(folder, config)
+    settings = _json_if_there(folder / "tokenizer_config.json")
+    weights_id = identity([file.path for file in checkpoint.files], [file.header for file in checkpoint.files])
+    return LoadedModel(
+        checkpoint,
+        _tokenizer(folder, settings),
+        _chat_template(folder, settings),
+        _defaults(_json_if_there(folder / "generation_config.json"), config),
+        weights_id,
+        folder,
+        "safetensors",
+    )
+
+
+def _json_if_there(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}
+
+
+def _tokenizer(folder: Path, settings: Mapping[str, Any]) -> TokenizerJson:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise CheckpointError(f"{folder} has no tokenizer.json")
+
+    def text(key: str) -> str | None:
+        value = settings.get(key)
+        if isinstance(value, dict):  # an AddedToken
+            value = value.get("content")
+        return value if isinstance(value, str) else None
+
+    add_bos = settings.get("add_bos_token")
+    return TokenizerJson(
+        read_bytes(path),
+        bos_token=text("bos_token"),
+        eos_token=text("eos_token"),
+        unk_token=text("unk_token"),
+        pad_token=text("pad_token"),
+        add_bos=add_bos if isinstance(add_bos, bool) else None,
+    )
+
+
+def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
+    """chat_template.jinja, or what tokenizer_config.json holds: one template, or a list of named ones."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        try:
+            return read_bytes(path).decode()
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{path.name} is not UTF-8") from error
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _defaults(generation: Mapping[str, Any], config: Mapping[str, Any]) -> GenerationDefaults:
+    def number(key: str, low: float, high: float = math.inf) -> float | None:
+        value = generation.get(key)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+            raise CheckpointError(
+                f"generation_config.json: {key} must be a number from {low} to {high}, not {value!r:.40}"
+            )
+        return float(value)
+
+    top_k = number("top_k", 0)
+    ends = generation.get("eos_token_id", config.get("eos_token_id"))
+    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if not all(type(end) is int and end >= 0 for end in ends):
+        raise CheckpointError(f"eos_token_id must be a token id or a list of them, not {ends!r:.80}")
+    return GenerationDefaults(
+        temperature=number("temperature", 0),
+        top_p=number("top_p", 0, 1),
+        top_k=None if top_k is None else int(top_k),
+        min_p=number("min_p", 0, 1),
+        repetition_penalty=number("repetition_penalty", 0),
+        eos_token_ids=frozenset(ends),
+    )
