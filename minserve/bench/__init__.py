@@ -1,0 +1,1 @@
+"""Load against any OpenAI-compatible server: `minserve bench`. Nothing of the engine is imported here."""

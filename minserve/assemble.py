@@ -1,0 +1,152 @@
+"""From a configuration to an engine that is ready: files -> backend -> weights -> KV cache -> scheduler.
+
+Owns the order of these steps and the arithmetic of sizes; keeps no state of its own. It must not know HTTP.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from minserve.backend import create_backend
+from minserve.backend.base import Backend, BackendError, ModelSpec, StepLimits
+from minserve.config import Config, EngineConfig, PoolConfig, PoolsConfig
+from minserve.engine import Engine, Observer
+from minserve.models import load as load_model
+from minserve.policy.schedule import Limits, PoolLimits
+from minserve.request import Pool
+from minserve.runner import Runner
+from minserve.scheduler import Scheduler
+from minserve.text.template import ChatTemplate
+from minserve.text.tokenizer import Tokenizer
+from minserve.weights.checkpoint import LoadedModel, load_checkpoint
+from minserve.weights.hub import resolve
+
+Progress = Callable[[str], None]  # one line about what is happening now
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """Everything a server, a terminal or a test needs. `notes` are lines a person should read at start."""
+
+    name: str
+    source: Path
+    backend: Backend
+    spec: ModelSpec
+    limits: Limits
+    max_model_len: int
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    loaded: LoadedModel
+    engine: Engine
+    notes: tuple[str, ...]
+
+    def capacity(self) -> str:
+        """How many requests of which length fit at once, for the start-up lines."""
+        tokens = self.limits.num_blocks * self.limits.block_size
+        longest = min(self.limits.max_seqs, tokens // self.max_model_len)
+        each = min(self.max_model_len, tokens // self.limits.max_seqs)
+        return (
+            f"{self.limits.num_blocks} blocks of {self.limits.block_size} tokens: "
+            f"{longest} requests of {self.max_model_len} tokens at once, or {self.limits.max_seqs} of {each}"
+        )
+
+
+def assemble(config: Config, *, observers: Sequence[Observer] = (), progress: Progress = lambda _: None) -> Assembly:
+    """Load everything and compile. CheckpointError, BackendError or DownloadError, each a clear sentence."""
+    engine_config = config.engine
+    source = resolve(config.model.name, revision=config.model.revision)
+    progress(f"reading {source}")
+    loaded = load_checkpoint(source)
+    tokenizer = Tokenizer.from_source(loaded.tokenizer)
+    backend = create_backend(engine_config, config.model, weights_id=loaded.weights_id, progress=progress)
+    progress(f"loading weights on {backend.description}")
+    model = load_model(loaded.checkpoint, backend, engine_config.max_model_len)
+    notes: list[str] = []
+    num_blocks, max_model_len = size_cache(engine_config, backend, model.spec, notes)
+    limits = make_limits(engine_config, config.pools, num_blocks, max_model_len)
+    program = backend.build(
+        model.forward,
+        model.spec,
+        StepLimits(
+            max_tokens=limits.max_step_tokens,
+            max_requests=limits.max_seqs,
+            max_rows=limits.max_rows,
+            max_model_len=max_model_len,
+            num_blocks=num_blocks,
+        ),
+    )
+    per_token = backend.bytes_per_block(model.spec.kv) / backend.block_size
+    runner = Runner(program, model.spec, backend.peaks(), per_token)
+    scheduler = Scheduler(limits, weights_id=loaded.weights_id, prefix_caching=engine_config.prefix_caching)
+    engine = Engine(scheduler, runner, tokenizer, itl_target=engine_config.itl_target_ms / 1000, observers=observers)
+    return Assembly(
+        name=config.model.served_name or default_name(config.model.name),
+        source=source,
+        backend=backend,
+        spec=model.spec,
+        limits=limits,
+        max_model_len=max_model_len,
+        tokenizer=tokenizer,
+        template=read_template(config, loaded, tokenizer),
+        loaded=loaded,
+        engine=engine,
+        notes=tuple(notes),
+    )
+
+
+def size_cache(config: EngineConfig, backend: Backend, spec: ModelSpec, notes: list[str]) -> tuple[int, int]:
+    """(blocks, max_model_len): what the configuration asks for, cut to what memory holds; a cut is noted.
+
+    More blocks than all seats at full length could ever fill are not taken.
+    """
+    per_block = backend.bytes_per_block(spec.kv)
+    wanted = spec.max_model_len
+    if config.num_blocks:
+        blocks = config.num_blocks
+    else:
+        memory = config.kv_cache_bytes or int(backend.free_memory() * config.memory_fraction)
+        blocks = min(memory // per_block, -(-wanted // backend.block_size) * config.max_num_seqs)
+    if blocks < 2:
+        raise BackendError(
+            f"No memory for the KV cache: a block of {backend.block_size} tokens takes {per_block / 1e6:.1f} MB. "
+            "Free some memory, or raise memory_fraction or kv_cache_bytes."
+        )
+    fits = blocks * backend.block_size
+    if wanted > fits:
+        notes.append(f"max_model_len is {fits} instead of {wanted}: that is what {blocks} KV blocks hold.")
+    return blocks, min(wanted, fits)
+
+
+def make_limits(config: EngineConfig, pools: PoolsConfig, num_blocks: int, max_model_len: int) -> Limits:
+    """The scheduler's limits. A step always has room for one token of every seat."""
+    seats = config.max_num_seqs
+    step_tokens = max(config.max_num_batched_tokens, seats)
+
+    def pool(p: PoolConfig) -> PoolLimits:
+        return PoolLimits(p.max_num_seqs or seats, p.token_share, p.kv_share)
+
+    return Limits(
+        block_size=config.block_size,
+        num_blocks=num_blocks,
+        max_seqs=seats,
+        max_step_tokens=step_tokens,
+        chunk_tokens=step_tokens,
+        max_rows=max(config.max_logit_rows, seats),
+        watermark_blocks=min(num_blocks // 100 + 1, -(-max_model_len // config.block_size)),
+        pools={Pool.INTERACTIVE: pool(pools.interactive), Pool.BULK: pool(pools.bulk)},
+    )
+
+
+def default_name(model: str) -> str:
+    """What /v1/models calls a model that was given as a path or a repo id: the last part, without .gguf."""
+    return os.path.basename(model.rstrip("/\\")).removesuffix(".gguf") or model
+
+
+def read_template(config: Config, loaded: LoadedModel, tokenizer: Tokenizer) -> ChatTemplate:
+    source = loaded.chat_template
+    if config.model.chat_template is not None:
+        source = Path(config.model.chat_template).read_text(encoding="utf-8")
+    return ChatTemplate(source, tokenizer)

@@ -1,0 +1,1 @@
+"""The commands of `minserve`, one module for each kind of work."""

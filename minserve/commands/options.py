@@ -1,0 +1,59 @@
+"""Options that several commands share, and how a command ends when a setting is wrong."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import click
+
+from minserve.settings import FIELDS, Settings, SettingsError, flag_of, load
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# Sections whose fields become flags of their own; the rest is reached through --set.
+_FLAG_SECTIONS = ("model.", "engine.", "limits.", "server.")
+_FLAGS = {
+    flag_of(name).removeprefix("--").replace("-", "_"): name
+    for name in FIELDS
+    if name.startswith(_FLAG_SECTIONS) and name != "model.name"
+}
+
+
+def settings_options(function: F) -> F:
+    """--config FILE, --set section.field=value, and a flag for each field of the usual sections."""
+    for flag, name in reversed(_FLAGS.items()):
+        field = FIELDS[name]
+        default = ",".join(field.default) if isinstance(field.default, tuple) else field.default
+        function = click.option(
+            "--" + flag.replace("_", "-"), flag, metavar="VALUE", help=f"{name} [default: {default}]"
+        )(function)
+    function = click.option("--set", "assignments", multiple=True, metavar="NAME=VALUE", help="Any other setting.")(
+        function
+    )
+    return click.option("--config", "file", type=click.Path(path_type=Path), help="Default: ./minserve.toml")(function)
+
+
+def read_settings(options: dict[str, Any], model: str | None = None) -> Settings:
+    """Settings from the options that `settings_options` made; exits with the reason if one is wrong."""
+    flags = {_FLAGS[key]: value for key, value in options.items() if key in _FLAGS and value is not None}
+    if model is not None:
+        flags["model.name"] = model
+    for assignment in options.get("assignments", ()):
+        name, equals, value = assignment.partition("=")
+        if not equals:
+            fail(f"--set {assignment}: write it as NAME=VALUE")
+        flags[name] = value
+    try:
+        return load(options.get("file"), os.environ, flags)
+    except SettingsError as error:
+        fail(str(error))
+
+
+def fail(message: str) -> NoReturn:
+    """Say what is wrong and leave with status 2."""
+    click.echo(f"minserve: {message}", err=True)
+    sys.exit(2)

@@ -1,0 +1,158 @@
+"""`minserve generate`, `chat` and `pull`: the engine driven by a for-loop, no server.
+
+Owns the terminal. Shows how little the synchronous core needs: submit, step until done, print.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from minserve.assemble import Assembly, assemble
+from minserve.backend.base import BackendError, CheckpointError
+from minserve.config import Config
+from minserve.request import FinishReason, RequestError, RequestOutcome, SamplingParams, Submission, TextDelta
+from minserve.weights.hub import DownloadError, resolve
+
+_ids = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """How to answer."""
+
+    system: str | None
+    temperature: float
+    max_tokens: int
+    seed: int | None
+
+
+def stream(assembly: Assembly, prompt: list[int], style: Style) -> Iterator[tuple[TextDelta, RequestOutcome | None]]:
+    """Deltas of one answer, as they come. Closing the iterator early aborts the request."""
+    engine = assembly.engine
+    room = assembly.max_model_len - len(prompt)
+    if room < 1:
+        raise RequestError(
+            f"This model's maximum context length is {assembly.max_model_len} tokens. However, the conversation has "
+            f"{len(prompt)}.",
+            code="context_length_exceeded",
+        )
+    params = SamplingParams(
+        max_tokens=min(style.max_tokens, room),
+        temperature=style.temperature,
+        seed=style.seed,
+        stop_token_ids=assembly.tokenizer.end_ids,
+    )
+    submission = Submission(f"terminal-{next(_ids)}", tuple(prompt), params)
+    engine.submit(submission)
+    try:
+        while engine.has_work:
+            for delivery in engine.step():
+                yield delivery.delta, delivery.outcome
+    finally:
+        engine.abort(submission.id)
+
+
+def load(config: Config, console: Console) -> Assembly | None:
+    """An engine, with a spinner; None (and a readable reason) if that fails."""
+    try:
+        fetch(config)
+        with console.status("starting") as status:
+            return assemble(config, progress=status.update)
+    except (CheckpointError, BackendError, DownloadError, OSError) as error:
+        console.print(f"minserve: {error}", style="red", markup=False, highlight=False)
+        return None
+
+
+def generate_once(config: Config, text: str, style: Style, *, raw: bool) -> int:
+    """Print one answer to standard output; everything else goes to standard error."""
+    errors = Console(stderr=True)
+    assembly = load(config, errors)
+    if assembly is None:
+        return 1
+    messages = [{"role": "system", "content": style.system}] if style.system else []
+    messages.append({"role": "user", "content": text})
+    prompt = assembly.tokenizer.encode(text, bos=True) if raw else assembly.template.encode(messages)
+    try:
+        return _print(assembly, prompt, style, errors)[1]
+    finally:
+        assembly.engine.runner.close()
+
+
+def chat_loop(config: Config, style: Style) -> int:
+    """Ask, answer, repeat. Ctrl-C stops an answer, Ctrl-D ends."""
+    console = Console(stderr=True)
+    assembly = load(config, console)
+    if assembly is None:
+        return 1
+    console.print(f"{assembly.name} on {assembly.backend.description}. /new starts over, Ctrl-D ends.", style="dim")
+    history: list[dict[str, Any]] = []
+    while True:
+        try:
+            text = console.input("[bold]> [/bold]").strip()
+        except (EOFError, KeyboardInterrupt):
+            console.print()
+            break
+        if text == "/new":
+            history.clear()
+        elif text:
+            system = [{"role": "system", "content": style.system}] if style.system else []
+            question = {"role": "user", "content": text}
+            answer, code = _print(assembly, assembly.template.encode([*system, *history, question]), style, console)
+            if code == 0:
+                history += [question, {"role": "assistant", "content": answer}]
+    assembly.engine.runner.close()
+    return 0
+
+
+def _print(assembly: Assembly, prompt: list[int], style: Style, console: Console) -> tuple[str, int]:
+    """(the answer, exit code). Numbers go to standard error after it."""
+    text, started, code = "", time.monotonic(), 0
+    outcome: RequestOutcome | None = None
+    try:
+        for delta, ended in stream(assembly, prompt, style):
+            outcome = ended or outcome
+            text += delta.text
+            sys.stdout.write(delta.text)
+            sys.stdout.flush()
+            if delta.error is not None:
+                console.print(f"\n{delta.error.message}", style="red", markup=False)
+                code = 1
+    except RequestError as error:
+        console.print(error.message, style="red", markup=False)
+        return "", 1
+    except KeyboardInterrupt:
+        console.print("\n(stopped)", style="dim")
+    print()
+    if outcome is not None and outcome.ttft is not None and outcome.finish in (FinishReason.STOP, FinishReason.LENGTH):
+        decode = outcome.total - outcome.ttft
+        rate = f"{(outcome.usage.completion - 1) / decode:.0f} tokens/s, " if decode > 0 else ""
+        console.print(
+            f"{outcome.usage.completion} tokens, {rate}first after {outcome.ttft * 1e3:.0f} ms, "
+            f"{time.monotonic() - started:.1f} s in all",
+            style="dim",
+        )
+    return text, code
+
+
+def fetch(config: Config) -> Path:
+    """Make sure the model's files are here, with a progress bar while they come."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        tasks: dict[str, Any] = {}
+
+        def report(what: str, done: int, total: int | None) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=total)
+            bar.update(tasks[what], completed=done, total=total)
+
+        return resolve(config.model.name, revision=config.model.revision, progress=report)
