@@ -1,0 +1,33 @@
+"""The models we know, by Hugging Face's model_type. Start with README.md, then llama.py.
+
+Owns the registry. A family is one class: it takes a checkpoint, a backend and the longest sequence, and has a `spec`
+and a `forward` (see parts.Model).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from minserve.backend.base import Backend, Checkpoint, CheckpointError
+from minserve.models.llama import Llama
+from minserve.models.parts import Model
+
+Family = Callable[[Checkpoint, Backend, int], Model]
+
+FAMILIES: dict[str, Family] = {
+    "llama": Llama,
+    "mistral": Llama,
+}
+
+
+def load(checkpoint: Checkpoint, backend: Backend, max_model_len: int = 0) -> Model:
+    """Prepare every weight on the backend. max_model_len 0 = the model's own.
+
+    CheckpointError for an unknown model_type (the message lists the known), a config value we don't compute, a missing,
+    misshapen or unused tensor, or a length beyond the model's.
+    """
+    kind = checkpoint.config.get("model_type")
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    if family is None:
+        raise CheckpointError(f"model_type {kind!r} is not known; known are {', '.join(sorted(FAMILIES))}")
+    return family(checkpoint, backend, max_model_len)
