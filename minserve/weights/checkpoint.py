@@ -6,51 +6,32 @@ text is tokenized, or where the files came from (`hub`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from minserve.backend.base import Checkpoint, CheckpointError
+from minserve.backend.base import CheckpointError
+from minserve.weights.dummy import is_dummy, load_dummy
 from minserve.weights.files import identity, read_bytes, read_json
 from minserve.weights.gguf_file import read_gguf
 from minserve.weights.gguf_metadata import Metadata, vocabulary
 from minserve.weights.gguf_model import GgufCheckpoint
+from minserve.weights.loaded import GenerationDefaults, LoadedModel
 from minserve.weights.safetensors_file import SafetensorsCheckpoint
-from minserve.weights.vocabulary import GgufVocabulary, TokenizerJson
+from minserve.weights.vocabulary import TokenizerJson
 
+__all__ = ["GenerationDefaults", "LoadedModel", "load_checkpoint"]
 
-@dataclass(frozen=True, slots=True)
-class GenerationDefaults:
-    """What the model's authors recommend where a request says nothing (generation_config.json). None: nothing."""
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    eos_token_ids: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """weights_id: differs whenever the files differ, so that cached KV rows never outlive their weights."""
-
-    checkpoint: Checkpoint
-    tokenizer: TokenizerJson | GgufVocabulary
-    chat_template: str | None
-    defaults: GenerationDefaults
-    weights_id: bytes
-    source: Path
-    file_format: Literal["safetensors", "gguf", "dummy"]
+_LARGE = 1e9  # no sampling parameter means anything beyond
 
 
 def load_checkpoint(path: Path) -> LoadedModel:
-    """Open a folder (Hugging Face's layout, or one that holds a single .gguf file) or a .gguf file.
+    """Open a folder (Hugging Face's layout, or one that holds a single .gguf file), a .gguf file, or a `dummy` name.
 
     Weights are mapped, not read: this takes milliseconds. CheckpointError says what is missing or wrong.
     """
+    if is_dummy(str(path)):
+        return load_dummy(str(path))
     if path.is_dir():
         files = sorted(path.glob("*.gguf"))
         if (path / "config.json").is_file() or not files:
@@ -74,22 +55,26 @@ def _load_gguf(path: Path) -> LoadedModel:
         checkpoint = GgufCheckpoint(file)
         words = vocabulary(metadata)
         template = metadata.text("tokenizer.chat_template", "") or None
-        defaults = GenerationDefaults(
-            temperature=_optional(metadata, "general.sampling.temp"),
-            top_p=_optional(metadata, "general.sampling.top_p"),
-            top_k=metadata.integer("general.sampling.top_k") if "general.sampling.top_k" in metadata else None,
-            min_p=_optional(metadata, "general.sampling.min_p"),
-            repetition_penalty=_optional(metadata, "general.sampling.penalty_repeat"),
-            eos_token_ids=words.end_ids,
-        )
+        defaults = _gguf_defaults(metadata)
     except CheckpointError as error:
         raise CheckpointError(f"{path.name}: {error}") from error
     weights_id = identity([path], [file.header])
     return LoadedModel(checkpoint, words, template, defaults, weights_id, path, "gguf")
 
 
-def _optional(metadata: Metadata, key: str) -> float | None:
-    return metadata.number(key) if key in metadata else None
+def _gguf_defaults(metadata: Metadata) -> GenerationDefaults:
+    def number(key: str, high: float = _LARGE) -> float | None:
+        key = f"general.sampling.{key}"
+        return metadata.number(key, high=high) if key in metadata else None
+
+    top_k = number("top_k")
+    return GenerationDefaults(
+        temperature=number("temp"),
+        top_p=number("top_p", 1),
+        top_k=None if top_k is None else int(top_k),
+        min_p=number("min_p", 1),
+        repetition_penalty=number("penalty_repeat"),
+    )
 
 
 def _load_folder(folder: Path) -> LoadedModel:
@@ -108,12 +93,13 @@ def _load_folder(folder: Path) -> LoadedModel:
         )
     checkpoint = SafetensorsCheckpoint(folder, config)
     settings = _json_if_there(folder / "tokenizer_config.json")
+    generation = _json_if_there(folder / "generation_config.json")
     weights_id = identity([file.path for file in checkpoint.files], [file.header for file in checkpoint.files])
     return LoadedModel(
         checkpoint,
-        _tokenizer(folder, settings),
+        _tokenizer(folder, settings, _end_ids(generation, config)),
         _chat_template(folder, settings),
-        _defaults(_json_if_there(folder / "generation_config.json"), config),
+        _defaults(generation),
         weights_id,
         folder,
         "safetensors",
@@ -124,7 +110,7 @@ def _json_if_there(path: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 
-def _tokenizer(folder: Path, settings: Mapping[str, Any]) -> TokenizerJson:
+def _tokenizer(folder: Path, settings: Mapping[str, Any], end_ids: frozenset[int]) -> TokenizerJson:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise CheckpointError(f"{folder} has no tokenizer.json")
@@ -143,6 +129,7 @@ def _tokenizer(folder: Path, settings: Mapping[str, Any]) -> TokenizerJson:
         unk_token=text("unk_token"),
         pad_token=text("pad_token"),
         add_bos=add_bos if isinstance(add_bos, bool) else None,
+        end_ids=end_ids,
     )
 
 
@@ -161,8 +148,8 @@ def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     return template if isinstance(template, str) else None
 
 
-def _defaults(generation: Mapping[str, Any], config: Mapping[str, Any]) -> GenerationDefaults:
-    def number(key: str, low: float, high: float = math.inf) -> float | None:
+def _defaults(generation: Mapping[str, Any]) -> GenerationDefaults:
+    def number(key: str, low: float, high: float = _LARGE) -> float | None:
         value = generation.get(key)
         if value is None:
             return None
@@ -173,15 +160,18 @@ def _defaults(generation: Mapping[str, Any], config: Mapping[str, Any]) -> Gener
         return float(value)
 
     top_k = number("top_k", 0)
-    ends = generation.get("eos_token_id", config.get("eos_token_id"))
-    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    if not all(type(end) is int and end >= 0 for end in ends):
-        raise CheckpointError(f"eos_token_id must be a token id or a list of them, not {ends!r:.80}")
     return GenerationDefaults(
         temperature=number("temperature", 0),
         top_p=number("top_p", 0, 1),
         top_k=None if top_k is None else int(top_k),
         min_p=number("min_p", 0, 1),
         repetition_penalty=number("repetition_penalty", 0),
-        eos_token_ids=frozenset(ends),
     )
+
+
+def _end_ids(generation: Mapping[str, Any], config: Mapping[str, Any]) -> frozenset[int]:
+    ends = generation.get("eos_token_id", config.get("eos_token_id"))
+    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if not all(type(end) is int and end >= 0 for end in ends):
+        raise CheckpointError(f"eos_token_id must be a token id or a list of them, not {ends!r:.80}")
+    return frozenset(ends)

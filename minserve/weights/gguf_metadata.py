@@ -5,7 +5,6 @@ Owns the checks, and the vocabulary's arrays. It must not know tensors or archit
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -13,11 +12,6 @@ import numpy as np
 from minserve.backend.base import CheckpointError
 from minserve.weights.gguf_file import Value
 from minserve.weights.vocabulary import GgufVocabulary, TokenType
-
-_END_TEXTS = {
-    "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "</s>",
-}  # fmt: skip
-_MARKED = (TokenType.CONTROL, TokenType.USER_DEFINED)
 
 
 class Metadata:
@@ -41,11 +35,11 @@ class Metadata:
             raise CheckpointError(f"{self._name(key)} must be a whole number from {low} to {high}, not {_short(value)}")
         return value
 
-    def number(self, key: str, default: float | None = None, *, low: float = 0.0) -> float:
-        """A finite number >= low."""
+    def number(self, key: str, default: float | None = None, *, low: float = 0.0, high: float = 1e30) -> float:
+        """A number in [low, high]; NaN is in no range."""
         value = self._value(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value < low:
-            raise CheckpointError(f"{self._name(key)} must be a finite number of at least {low}, not {_short(value)}")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
+            raise CheckpointError(f"{self._name(key)} must be a number from {low} to {high}, not {_short(value)}")
         return float(value)
 
     def text(self, key: str, default: str | None = None) -> str:
@@ -113,8 +107,7 @@ def vocabulary(metadata: Metadata) -> GgufVocabulary:
         value = metadata.integer(key, low=0, high=(1 << 32) - 1)
         return value if value < len(tokens) else None  # some converters write 2^32 - 1 for "none"
 
-    ends = {token(name) for name in ("eos", "eot", "eom")} - {None}
-    ends |= {i for i, kind in enumerate(types) if kind in _MARKED and tokens[i] in _END_TEXTS}
+    ends = [token(name) for name in ("eos", "eot", "eom")]
     model = metadata.text("tokenizer.ggml.model")
     sentencepiece = model == "llama"
     return GgufVocabulary(

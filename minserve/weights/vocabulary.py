@@ -27,6 +27,7 @@ class TokenType(IntEnum):
 class TokenizerJson:
     """data: the bytes of tokenizer.json. The tokens are texts, from tokenizer_config.json, where it names them.
 
+    end_ids: what generation_config.json (or config.json) says ends a generation.
     add_bos: whether plain prompts start with the bos token; None: tokenizer.json's post-processor decides.
     """
 
@@ -36,6 +37,7 @@ class TokenizerJson:
     unk_token: str | None = None
     pad_token: str | None = None
     add_bos: bool | None = None
+    end_ids: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class GgufVocabulary:
     """The `tokenizer.ggml.*` metadata. tokens, scores and types are parallel lists; a token's id is its index.
 
     model: "gpt2" (byte-level BPE, with merges and a pre-tokenizer's name in `pre`) or "llama" (SentencePiece BPE:
-    scores instead of merges, "▁" for a space, <0x0A> byte tokens). end_ids: every token that ends a turn or a text.
+    scores instead of merges, "▁" for a space, <0x0A> byte tokens). end_ids: what the file says ends a turn or a text.
     add_space_prefix: a "▁" goes before the text. Ids are inside the vocabulary or None.
     """
 
