@@ -17,7 +17,11 @@ Fraction = Annotated[float, Meta(gt=0, le=1)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Count = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
-Seconds = Annotated[float, Meta(gt=0)]
+Positive = Annotated[float, Meta(gt=0)]
+Seconds = Positive
+Money = Annotated[float, Meta(ge=0, le=1e9)]  # in prices.currency
+PeriodName = Literal["minute", "hour", "day", "month"]
+PoolName = Literal["interactive", "bulk"]
 
 
 class Section(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
@@ -50,7 +54,7 @@ class EngineConfig(Section, frozen=True):
     kv_cache_bytes: Natural = 0  # instead of the fraction; 0 = use the fraction
     num_blocks: Natural = 0  # instead of both; 0 = from memory
     prefix_caching: bool = True
-    itl_target_ms: Annotated[float, Meta(gt=0)] = 40.0  # chunks of prompts are sized so that steps stay near it
+    itl_target_ms: Positive = 40.0  # chunks of prompts are sized so that steps stay near it
 
 
 class LimitsConfig(Section, frozen=True):
@@ -77,20 +81,29 @@ class PoolConfig(Section, frozen=True):
     kv_share: Share = 0.5
     max_queue: Count = 256  # requests that wait; more are refused with 503
     queue_timeout_s: Seconds = 30.0
+    first_token_s: Seconds | None = None  # instead of timeouts.first_token_s
+    total_s: Seconds | None = None  # instead of timeouts.total_s; then the pool's callers must wait that long
 
 
 class PoolsConfig(Section, frozen=True):
     interactive: PoolConfig = PoolConfig(token_share=0.8, kv_share=0.7)
-    bulk: PoolConfig = PoolConfig(token_share=0.2, kv_share=0.3, max_queue=4096, queue_timeout_s=3600.0)
+    bulk: PoolConfig = PoolConfig(
+        token_share=0.2, kv_share=0.3, max_queue=4096, queue_timeout_s=3600.0, first_token_s=3900.0, total_s=7200.0
+    )
 
 
 class TimeoutsConfig(Section, frozen=True):
-    """Layers, each inside the next: step < token gap < first token < total; write stall < total."""
+    """Layers, each inside the next: step < token gap < first token < total < client; write stall < total.
+
+    config_rules.validate refuses a configuration in which they are not nested.
+    """
 
     step_s: Seconds = 30.0
     token_gap_s: Seconds = 60.0
     first_token_s: Seconds = 120.0
-    total_s: Seconds = 600.0
+    total_s: Seconds = 570.0
+    client_s: Seconds = 600.0  # what clients and proxies in front wait at least (OpenAI's SDKs: 600)
+    proxy_idle_s: Seconds = 60.0  # silence after which a proxy in front closes a stream
     write_stall_s: Seconds = 20.0
     drain_s: Seconds = 30.0
     sse_keep_alive_s: Seconds = 10.0
@@ -106,22 +119,120 @@ class ServerConfig(Section, frozen=True):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
 
-class KeyConfig(Section, frozen=True):
+class LimitConfig(Section, frozen=True):
+    """A cap for one period. Calendar periods begin on the UTC minute, hour, day, month; rolling ones look back.
+
+    A rolling month is 30 days. None = no cap of that kind; 0 = nothing is allowed.
+    """
+
+    period: PeriodName
+    rolling: bool = False
+    requests: Natural | None = None
+    tokens: Natural | None = None  # prompt + output, reserved at their maximum until the call ends
+    money: Money | None = None
+
+
+class RunConfig(Section, frozen=True):
+    """Loop budgets: the most that one run (X-Run-ID) may do. A run's first call may declare tighter ones."""
+
+    require_id: bool = False  # calls without a run id are refused
+    max_calls: Count | None = None
+    max_spend: Money | None = None
+
+
+class AccountConfig(Section, frozen=True):
+    """Who pays and what is allowed: what a key stands for, and the local user where there are no keys."""
+
+    user: str = "local"
+    feature: str = "default"
+    pool: PoolName = "interactive"
+    pools: tuple[PoolName, ...] = ()  # further pools that a request may choose
+    min_priority: int = 0  # lower goes first: requests below it are clamped
+    limits: tuple[LimitConfig, ...] = ()  # of this key
+    end_user_limits: tuple[LimitConfig, ...] = ()  # of each value of the body's `user`, inside the key's own
+    run: RunConfig = RunConfig()
+    max_call_cost: Money | None = None  # dearer calls are refused, before any work
+    allow_shrink: bool = False  # under load its answers may be cut to degradation.shrink_to tokens
+
+
+class KeyConfig(AccountConfig, frozen=True, kw_only=True):
     """An API key: a tenant. Only its SHA-256 is kept; `minserve keys new` prints both."""
 
     sha256: str
     user: str
-    feature: str = "default"
-    pool: Literal["interactive", "bulk"] = "interactive"
-    pools: tuple[Literal["interactive", "bulk"], ...] = ()  # further pools that a request may choose
-    min_priority: int = 0  # lower goes first: requests below it are clamped
     admin: bool = False  # may read /status, /metrics and change settings
+
+
+class UserConfig(Section, frozen=True):
+    """Caps of one user over all of its keys."""
+
+    limits: tuple[LimitConfig, ...] = ()
+
+
+class PricesConfig(Section, frozen=True):
+    """What a token costs: per million of each kind, or derived from what the device costs.
+
+    Derived (device_hour set): a token costs the device time it takes at the measured rates, divided by the share of
+    paid time that does useful work, so idle hours are paid too. Prices named here win over derived ones.
+    """
+
+    currency: str = "USD"
+    prefill: Money | None = None  # per million prompt tokens
+    cached: Money | None = None  # per million prompt tokens found in the prefix cache; default: as prefill
+    decode: Money | None = None  # per million output tokens
+    device_hour: Money | None = None
+    prefill_tokens_per_s: Positive | None = None
+    decode_tokens_per_s: Positive | None = None
+    utilization: Fraction = 1.0  # share of paid hours in which the device works
+
+
+class SpendConfig(Section, frozen=True):
+    """The server's own limit, over all keys, and the parts of it that raise an alert."""
+
+    limit: Money | None = None
+    period: PeriodName = "day"
+    rolling: bool = False
+    alert_at: tuple[Fraction, ...] = (0.5, 0.8, 1.0)
+
+
+class AlertsConfig(Section, frozen=True):
+    """Alerts are always a log line; a webhook gets them as JSON too, retried, never in a request's way."""
+
+    webhook: str | None = None
+    attempts: Count = 5
+    drift_ratio: Annotated[float, Meta(gt=1)] = 1.5  # a feature's mean prompt against its trailing week
+    drift_min_requests: Count = 50  # fewer say nothing
+
+
+class LoopsConfig(Section, frozen=True):
+    """Runaway loops: how long an idle run is remembered, and the same prompt sent again without a run id."""
+
+    run_idle_s: Seconds = 86400.0
+    repeats: Literal["off", "warn", "refuse"] = "warn"
+    repeat_limit: Count = 20  # equal prompts of one key ...
+    repeat_window_s: Seconds = 60.0  # ... within this time
+
+
+class DegradationConfig(Section, frozen=True):
+    """What gives way under load, in this order. Pressure 1.0 = queue or its time ceiling exhausted."""
+
+    enabled: bool = False
+    shrink_at: Positive = 0.5  # answers of accounts that allow it are cut to shrink_to tokens
+    pause_bulk_at: Positive = 0.7  # new bulk work is refused, waiting bulk work pauses
+    static_at: Positive = 0.9  # features with a text get it instead of the model
+    refuse_at: Positive = 1.0  # 503 with Retry-After
+    hysteresis: Share = 0.1  # a step is undone only that far below its threshold
+    shrink_to: Count = 128
+    texts: dict[str, str] = {}  # feature -> static text
+    message: str = "The server is overloaded. Please try again later."
 
 
 class LedgerConfig(Section, frozen=True):
     path: str | None = None  # default: ledger.db in the data folder
     enabled: bool = True
     retention_days: Natural = 0  # 0 = for ever
+    durability: Literal["process", "power"] = "process"  # what a commit survives; "power" costs an fsync each
+    on_failure: Literal["refuse", "serve"] = "refuse"  # disk full: refuse with 503, or serve unrecorded calls
 
 
 class Config(Section, frozen=True):
@@ -132,4 +243,11 @@ class Config(Section, frozen=True):
     timeouts: TimeoutsConfig = TimeoutsConfig()
     server: ServerConfig = ServerConfig()
     ledger: LedgerConfig = LedgerConfig()
+    local: AccountConfig = AccountConfig()  # the one account where there are no keys
     keys: dict[str, KeyConfig] = {}
+    users: dict[str, UserConfig] = {}
+    prices: PricesConfig = PricesConfig()
+    spend: SpendConfig = SpendConfig()
+    alerts: AlertsConfig = AlertsConfig()
+    loops: LoopsConfig = LoopsConfig()
+    degradation: DegradationConfig = DegradationConfig()

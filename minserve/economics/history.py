@@ -1,0 +1,102 @@
+"""What the ledger remembers of budgets: counters are rebuilt from it at start, so a restart forgives nothing.
+
+Owns the queries that turn rows back into counters. Reads only. A call counts as one if it is open or
+processed anything; so refused calls, and admitted ones that failed before any work, do not.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from minserve.economics.limits import Scope
+from minserve.economics.rows import OPEN
+from minserve.economics.windows import Amount, Period
+
+_COLUMNS: dict[str, tuple[str, ...]] = {
+    "server": (),
+    "key": ("key",),
+    "user": ("user",),
+    "end_user": ("key", "end_user"),
+    "token": ("token",),
+    "run": ("key", "run"),
+}
+_USED = (
+    f"SUM(finish = '{OPEN}' OR prompt_tokens + completion_tokens > 0),"
+    f" SUM(CASE finish WHEN '{OPEN}' THEN asked_prompt + max_tokens ELSE prompt_tokens + completion_tokens END),"
+    f" SUM(CASE finish WHEN '{OPEN}' THEN reserved ELSE cost END)"
+)
+
+
+def usage(
+    database: sqlite3.Connection, kind: str, period: Period, now: float, since: float | None = None
+) -> Iterator[tuple[Scope, int, Amount]]:
+    """(scope, bucket, amount) of one kind of scope, buckets of a scope in order.
+
+    since: rows from then on; default: those that still count in the period.
+    """
+    columns = _COLUMNS[kind]
+    bucket = "0" if period.grain is None else f"CAST(time / {period.grain!r} AS INTEGER)"
+    resets = {
+        tuple(json.loads(name)): time
+        for name, time in database.execute("SELECT name, MAX(time) FROM resets WHERE kind = ? GROUP BY name", (kind,))
+    }
+    since = period.since(now) if since is None else since
+    for name, time in ((None, since), *resets.items()):
+        where, values = ["time >= ?"], [since]
+        if name is not None:
+            where += ["time > ?", *(f"{column} = ?" for column in columns)]
+            values += [time, *name]
+        if kind in ("run", "token"):
+            where.append(f"{kind} <> ''")
+        names = ", ".join((*columns, "bucket"))
+        rows = database.execute(
+            f"SELECT {', '.join((*columns, ''))} {bucket} AS bucket, {_USED} FROM calls"
+            f" WHERE {' AND '.join(where)} GROUP BY {names} ORDER BY bucket",
+            values,
+        )
+        for *found, at, requests, tokens, cost in rows:
+            if name is None and tuple(found) in resets:
+                continue
+            number = period.bucket(now) if period.grain is None else at
+            yield Scope(kind, tuple(found)), number, Amount(requests, tokens, cost)
+
+
+def reset_statement(scope: Scope, now: float) -> tuple[str, tuple[float, str, str]]:
+    """SQL that remembers that a scope was set to zero: rows up to `now` no longer count against it."""
+    return "INSERT INTO resets VALUES (?, ?, ?)", (now, scope.kind, json.dumps(scope.name))
+
+
+class Run(NamedTuple):
+    """A run that may go on after a restart, what it has used, and the budget its first call declared."""
+
+    key: str
+    run: str
+    last: float
+    used: Amount
+    declared: tuple[int | None, int | None]
+
+
+def runs(database: sqlite3.Connection, since: float) -> Iterator[Run]:
+    """Runs that were active after `since`."""
+    for key, run, last in database.execute(
+        "SELECT key, run, MAX(time) FROM calls WHERE run <> '' AND time >= ? GROUP BY key, run", (since,)
+    ).fetchall():
+        declared = database.execute(
+            "SELECT run_calls, run_cost FROM calls WHERE key = ? AND run = ?"
+            " AND (run_calls IS NOT NULL OR run_cost IS NOT NULL) ORDER BY seq LIMIT 1",
+            (key, run),
+        ).fetchone()
+        used = database.execute(f"SELECT {_USED} FROM calls WHERE key = ? AND run = ?", (key, run)).fetchone()
+        yield Run(key, run, last, Amount(*used), declared or (None, None))
+
+
+def prompt_lengths(database: sqlite3.Connection, since: float) -> Iterator[tuple[str, int, int, int]]:
+    """(feature, hour, calls, prompt tokens asked) of admitted calls, in order of hours."""
+    yield from database.execute(
+        "SELECT feature, CAST(time / 3600 AS INTEGER) AS hour, COUNT(*), SUM(asked_prompt) FROM calls"
+        " WHERE time >= ? AND prompt_tokens > 0 GROUP BY feature, hour ORDER BY hour",
+        (since,),
+    )

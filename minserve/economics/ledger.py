@@ -1,0 +1,231 @@
+"""The ledger: one SQLite file with a row for every call, refused and aborted ones too.
+
+Owns the file and one writer thread. Rows are whole and written by their number, so a row may be written again (open,
+then settled) and a failed batch may be repeated. `commit` is awaited: a reservation is on disk before any work is done.
+`put` may lag one batch. It must not know what rows mean to budgets.
+
+Commits are grouped: what is committed in one turn of the event loop, and whatever comes while the writer is busy, goes
+into one transaction. With durability "process" a commit survives the death of this process (kill -9), with "power" that
+of the machine, at the price of an fsync.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from minserve.economics.rows import COLUMNS, INTERRUPTED, OPEN, REFUSED, Row
+from minserve.economics.schema import LedgerError, open_database
+
+log = logging.getLogger("minserve.ledger")
+
+Statement = tuple[str, tuple[object, ...]]
+
+LAG_S = 0.05  # how long a settlement may wait for company
+RETRY_S = 1.0
+MAX_KEPT = 100_000  # rows kept for a repetition while the disk is full
+_WRITE = f"INSERT OR REPLACE INTO calls VALUES ({', '.join('?' * len(COLUMNS))})"
+_CLEAN_EVERY_S = 3600.0
+_CLEAN_ROWS = 2000  # a transaction; the writer must not be away for long
+
+
+class Ledger:
+    """Open with the constructor (not on a busy loop: it may migrate), use on one event loop, end with `close`."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        durability: str = "process",
+        retention_days: int = 0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.path = path
+        self._clock = clock
+        self._retention_s = retention_days * 86400.0
+        self.database = open_database(path, durability)
+        self.interrupted = self._close_open_rows()
+        seq, self.last_time = self.database.execute(
+            "SELECT COALESCE(MAX(seq), 0), COALESCE(MAX(time), 0.0) FROM calls"
+        ).fetchone()
+        self.next_seq: int = seq + 1
+        self.available = True
+        self.lost_rows = 0
+        self._rows: dict[int, Row] = {}
+        self._statements: list[Statement] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._soon = False
+        self._jobs: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._clean_at = 0.0
+
+    def _close_open_rows(self) -> int:
+        """Rows that a dead process left open are settled at what they reserved: a caller may have had all of it."""
+        with self.database:
+            return self.database.execute(
+                "UPDATE calls SET finish = ?, cost = reserved, prompt_tokens = asked_prompt,"
+                " completion_tokens = max_tokens WHERE finish = ?",
+                (INTERRUPTED, OPEN),
+            ).rowcount
+
+    # -- on the event loop
+
+    def number(self) -> int:
+        self.next_seq += 1
+        return self.next_seq - 1
+
+    async def commit(self, row: Row) -> None:
+        """Write a row and wait until it is committed. LedgerError if it could not be; an open row is not kept then."""
+        self._rows[row.seq] = row
+        loop = asyncio.get_running_loop()
+        if self._waiter is None:
+            self._waiter = loop.create_future()
+            self._waiter.add_done_callback(_retrieve)
+        if not self._soon:
+            self._soon = True
+            loop.call_soon(self._flush)
+        await asyncio.shield(self._waiter)
+
+    def put(self, row: Row) -> None:
+        """Write a row soon. While the disk is full, refused calls are counted as lost, others are kept for later."""
+        if (not self.available and row.finish == REFUSED) or len(self._rows) >= MAX_KEPT:
+            self.lost_rows += 1
+            return
+        self._rows[row.seq] = row
+        self._later(LAG_S if self.available else RETRY_S)
+
+    def execute(self, statement: str, values: tuple[object, ...]) -> None:
+        """Run another statement with one of the next batches (resets, device hours)."""
+        self._statements.append((statement, values))
+        self._later(LAG_S if self.available else RETRY_S)
+
+    async def flush(self) -> None:
+        """Wait until everything put so far is committed, or could not be."""
+        if self._waiter is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            self._waiter.add_done_callback(_retrieve)
+        waiter = self._waiter
+        self._flush()
+        with contextlib.suppress(LedgerError):
+            await asyncio.shield(waiter)
+
+    async def close(self) -> None:
+        """Write what is left and close the file. Idempotent."""
+        if self._thread is not None:
+            await self.flush()
+            await self.flush()  # rows that the first attempt gave back
+            self._jobs.put(None)
+            await asyncio.to_thread(self._thread.join)
+            self._thread = None
+        self.lost_rows += len(self._rows)
+        if self._rows:
+            log.error("%d rows could not be written to %s", len(self._rows), self.path)
+            self._rows.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+        self.database.close()
+
+    def _later(self, delay: float) -> None:
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(delay, self._flush)
+
+    def _flush(self) -> None:
+        """Hand what has gathered to the writer."""
+        self._soon = False
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        loop = asyncio.get_running_loop()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, args=(loop,), name="minserve-ledger", daemon=True)
+            self._thread.start()
+        self._jobs.put(_Batch(self._rows, self._statements, self._waiter))
+        self._rows, self._statements, self._waiter = {}, [], None
+
+    def _done(self, batches: Sequence[_Batch], error: LedgerError | None) -> None:
+        """Back on the loop: tell who waited. Settled rows of a failed batch come back; open ones will be settled."""
+        if error is not None and self.available:
+            log.error("the ledger can't be written: %s", error)
+        self.available = error is None
+        for batch in batches:
+            if error is not None:
+                self._rows.update((seq, row) for seq, row in batch.rows.items() if row.finish not in (OPEN, REFUSED))
+                self._statements[:0] = batch.statements
+            if batch.waiter is not None and not batch.waiter.done():
+                if error is None:
+                    batch.waiter.set_result(None)
+                else:
+                    batch.waiter.set_exception(error)
+        if self._rows or self._statements:
+            self._later(LAG_S if error is None else RETRY_S)
+
+    # -- on the writer thread
+
+    def _work(self, loop: asyncio.AbstractEventLoop) -> None:
+        ending = False
+        while not ending:
+            batches: list[_Batch] = []
+            job = self._jobs.get()
+            while True:
+                if job is None:
+                    ending = True
+                else:
+                    batches.append(job)
+                try:
+                    job = self._jobs.get_nowait()
+                except queue.Empty:
+                    break
+            if batches:
+                error = self._write(batches)
+                if not loop.is_closed():
+                    loop.call_soon_threadsafe(self._done, batches, error)
+
+    def _write(self, batches: Sequence[_Batch]) -> LedgerError | None:
+        rows = [msgspec.structs.astuple(row) for batch in batches for row in batch.rows.values()]
+        try:
+            with self.database:
+                if rows:
+                    self.database.executemany(_WRITE, rows)
+                for batch in batches:
+                    for statement, values in batch.statements:
+                        self.database.execute(statement, values)
+            self._clean()
+        except sqlite3.Error as error:
+            return LedgerError(str(error))
+        return None
+
+    def _clean(self) -> None:
+        """Retention: a few rows a batch, so that nobody waits for it."""
+        now = self._clock()
+        if not self._retention_s or now < self._clean_at:
+            return
+        with self.database:
+            deleted = self.database.execute(
+                "DELETE FROM calls WHERE seq IN (SELECT seq FROM calls WHERE time < ? AND finish <> ? LIMIT ?)",
+                (now - self._retention_s, OPEN, _CLEAN_ROWS),
+            ).rowcount
+        if deleted < _CLEAN_ROWS:
+            self._clean_at = now + _CLEAN_EVERY_S
+
+
+class _Batch(NamedTuple):
+    rows: dict[int, Row]
+    statements: list[Statement]
+    waiter: asyncio.Future[None] | None
+
+
+def _retrieve(future: asyncio.Future[None]) -> None:
+    """A waiter may have been cancelled before the error came; that is not an error nobody looked at."""
+    if not future.cancelled():
+        future.exception()

@@ -1,0 +1,225 @@
+"""Caps: check and count in one step, for all windows of everybody who pays for a call, or for none of them.
+
+Owns the counters of the server, keys, users, end users, page tokens and runs. Everything here is synchronous on the
+event loop: between the check and the increment nobody else can run, so fifty calls against a budget for two admit two.
+It must not know the ledger, prices or HTTP headers' transport.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from minserve.config import LimitConfig
+from minserve.economics.prices import money, nano
+from minserve.economics.windows import ZERO, Amount, Counter, Period
+from minserve.request import RequestError
+
+# Names that clients choose (end users) share one counter beyond this many, so that memory is bounded and a new name
+# never buys a new budget.
+MAX_NAMES = 200_000
+OTHERS = "(others)"
+
+
+class Scope(NamedTuple):
+    """Whose counter: "server", "key", "user", "end_user", "token" or "run", and the name within that kind."""
+
+    kind: str
+    name: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A cap for a period; None = none of that kind. cost in billionths of the currency."""
+
+    period: Period
+    requests: int | None = None
+    tokens: int | None = None
+    cost: int | None = None
+
+    @classmethod
+    def of(cls, config: LimitConfig) -> Limit:
+        cost = None if config.money is None else nano(config.money)
+        return cls(Period(config.period, config.rolling), config.requests, config.tokens, cost)
+
+    @property
+    def caps(self) -> tuple[tuple[str, int | None], ...]:
+        """(kind, cap) in the order of an Amount."""
+        return ("requests", self.requests), ("tokens", self.tokens), ("money", self.cost)
+
+    def surplus(self, used: Amount) -> Amount:
+        """How far `used` is above the caps; 0 where it is within them."""
+        over = (0 if cap is None else max(0, u - cap) for u, (_, cap) in zip(used, self.caps, strict=True))
+        return Amount(*over)
+
+
+class Payer(NamedTuple):
+    """One scope that a call counts against, with its caps. until: when a scope that ends (run, token) is forgotten."""
+
+    scope: Scope
+    limits: tuple[Limit, ...]
+    until: float | None = None
+
+
+@dataclass(slots=True)
+class Ticket:
+    """What was counted for one call, and where: a correction goes to the window of the reservation."""
+
+    amount: Amount
+    places: tuple[tuple[Counter, int], ...]
+
+
+class Limiter:
+    def __init__(self) -> None:
+        self._counters: dict[Scope, dict[Period, Counter]] = {}
+        self._until: dict[Scope, float] = {}
+        self._names = 0  # how many end users have counters
+        self._sweep_at = 1024
+
+    def take(self, payers: Sequence[Payer], amount: Amount, now: float) -> Ticket:
+        """Count `amount` against every window of every payer, or RequestError 429 and nothing is counted."""
+        counters = [(p.scope, limit, self.counter(p.scope, limit.period)) for p in payers for limit in p.limits]
+        for scope, limit, counter in counters:
+            counter.advance(now)
+            surplus = limit.surplus(counter.total.plus(amount))
+            if surplus != ZERO:
+                raise refusal(scope, limit, amount, surplus, counter.wait(now, surplus))
+        self._sweep(now)
+        self._until.update((payer.scope, payer.until) for payer in payers if payer.until is not None)
+        distinct = {id(counter): counter for _, _, counter in counters}
+        return Ticket(amount, tuple((counter, counter.add(now, amount)) for counter in distinct.values()))
+
+    def correct(self, ticket: Ticket, actual: Amount) -> None:
+        """Replace what the ticket reserved by what really happened."""
+        difference = actual.minus(ticket.amount)
+        if difference != ZERO:
+            for counter, bucket in ticket.places:
+                counter.correct(bucket, difference)
+        ticket.amount = actual
+
+    def counter(self, scope: Scope, period: Period) -> Counter:
+        """The counter of a scope's period, made when it is first asked for."""
+        counters = self._counters.get(scope)
+        if counters is None:
+            if scope.kind == "end_user":
+                if self._names >= MAX_NAMES and scope.name[-1] != OTHERS:
+                    return self.counter(scope._replace(name=(*scope.name[:-1], OTHERS)), period)
+                self._names += 1
+            counters = self._counters[scope] = {}
+        if period not in counters:
+            counters[period] = Counter(period)
+        return counters[period]
+
+    def restore_life(self, scope: Scope, period: Period, bucket: int, amount: Amount, until: float) -> None:
+        """What a scope that ends (run, token) had used before a restart."""
+        self.counter(scope, period).restore(bucket, amount)
+        self._until[scope] = until
+
+    def used(self, scope: Scope, period: Period, now: float) -> Amount:
+        counter = self._counters.get(scope, {}).get(period)
+        if counter is None:
+            return ZERO
+        counter.advance(now)
+        return counter.total
+
+    def knows(self, scope: Scope) -> bool:
+        """Whether anything was counted for a scope and still matters."""
+        return any(counter.buckets for counter in self._counters.get(scope, {}).values())
+
+    def forget(self, scope: Scope) -> None:
+        """Drop a scope's counters; open tickets keep the old ones, so their refunds reach nobody."""
+        self._until.pop(scope, None)
+        if self._counters.pop(scope, None) is not None and scope.kind == "end_user":
+            self._names -= 1
+
+    def __iter__(self) -> Iterator[tuple[Scope, Period, Amount]]:
+        for scope, counters in self._counters.items():
+            for period, counter in counters.items():
+                yield scope, period, counter.total
+
+    def _sweep(self, now: float) -> None:
+        """Drop counters whose windows have emptied, whenever their number has doubled (amortized O(1) a call)."""
+        if len(self._counters) < self._sweep_at:
+            return
+        for scope, counters in list(self._counters.items()):
+            for counter in counters.values():
+                counter.advance(now)
+            if self._until.get(scope, now + 1) <= now or not any(counter.buckets for counter in counters.values()):
+                self.forget(scope)
+        self._sweep_at = max(1024, 2 * len(self._counters))
+
+
+def refusal(scope: Scope, limit: Limit, amount: Amount, surplus: Amount, wait: float | None) -> RequestError:
+    """The 429 for a cap that is reached. Only a minute's cap is worth a client's automatic retry."""
+    index = next(i for i, over in enumerate(surplus) if over)
+    kind, cap = limit.caps[index]
+    whose = _WHOSE[scope.kind]
+    shown = f"{money(cap or 0) if kind == 'money' else cap} {kind}"
+    message = f"{whose} allows {shown} {limit.period}"
+    alone = limit.surplus(amount)[index]
+    if alone:
+        needs = money(amount[index]) if kind == "money" else str(amount[index])
+        message += f"; this call alone may need {needs}. Ask for less (max_tokens, n, a shorter prompt)."
+        wait = None
+    elif wait is not None:
+        message += f", and that is used up. There is room again in {duration(wait)}."
+    else:
+        message += ", and that is used up."
+    brief = limit.period.span == "minute" and wait is not None
+    code = _CODES.get(scope.kind) or ("rate_limit_exceeded" if limit.period.span == "minute" else "budget_exceeded")
+    return RequestError(
+        message,
+        status=429,
+        code=code,
+        kind="rate_limit_exceeded" if code == "rate_limit_exceeded" else "insufficient_quota",
+        retry_after=wait,
+        should_retry=None if brief else False,
+    )
+
+
+_WHOSE = {
+    "server": "The server's spending limit",
+    "key": "This API key",
+    "user": "This account",
+    "end_user": "This user",
+    "token": "This page token",
+    "run": "This run",
+}
+_CODES = {"server": "server_budget_exceeded", "run": "run_budget_exceeded"}
+
+
+def duration(seconds: float) -> str:
+    """As rate-limit headers spell it: 20ms, 1s, 6m0s, 1h0m0s. Rounded up, so that waiting that long is enough."""
+    if seconds < 1:
+        return f"{-int(-seconds * 1000 // 1)}ms"
+    whole = -int(-seconds // 1)
+    minutes, second = divmod(whole, 60)
+    hours, minute = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{minute}m{second}s"
+    return f"{minute}m{second}s" if minute else f"{second}s"
+
+
+def rate_headers(limiter: Limiter, payers: Iterable[Payer], now: float) -> dict[str, str]:
+    """`x-ratelimit-*` of the tightest window, of requests and of tokens; nothing where there is no cap."""
+    headers: dict[str, str] = {}
+    for index, kind in enumerate(("requests", "tokens")):
+        tightest: tuple[int, int, float | None] | None = None
+        for payer in payers:
+            for limit in payer.limits:
+                cap = limit.caps[index][1]
+                if cap is None:
+                    continue
+                counter = limiter.counter(payer.scope, limit.period)
+                reset = counter.reset_in(now)
+                left = max(0, cap - counter.total[index])
+                if tightest is None or left < tightest[0]:
+                    tightest = left, cap, reset
+        if tightest is not None:
+            left, cap, reset = tightest
+            headers[f"x-ratelimit-limit-{kind}"] = str(cap)
+            headers[f"x-ratelimit-remaining-{kind}"] = str(left)
+            if reset is not None:
+                headers[f"x-ratelimit-reset-{kind}"] = duration(reset)
+    return headers

@@ -1,0 +1,68 @@
+"""How a call ended, in the ledger's terms.
+
+Owns the step from the engine's outcomes (one per choice) to what is billed (one per call).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from minserve.request import FinishReason, RequestOutcome
+
+# The worst end of any choice names the call's end.
+_WORST = (FinishReason.ERROR, FinishReason.ABORT, FinishReason.LENGTH, FinishReason.STOP)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settlement:
+    """finish: how it ended. status: what the client was told, 499 if it had gone. Tokens: really processed."""
+
+    finish: str
+    status: int
+    code: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    queue_ms: float | None = None
+    ttft_ms: float | None = None
+    itl_p50_ms: float | None = None
+    itl_p99_ms: float | None = None
+
+    @classmethod
+    def of(cls, outcomes: Sequence[RequestOutcome], *, status: int, code: str = "") -> Settlement:
+        """What a call's choices used together. A prompt is billed once, with the choice that led its group."""
+        leaders = [outcome for outcome in outcomes if outcome.id.endswith("#0") and _began(outcome)]
+        gaps = sorted(gap for outcome in outcomes for gap in outcome.gaps)
+        ttfts = [outcome.ttft for outcome in outcomes if outcome.ttft is not None]
+        ends = {outcome.finish for outcome in outcomes}
+        errors = [outcome.error_code for outcome in outcomes if outcome.error_code]
+        return cls(
+            finish=next((end.value for end in _WORST if end in ends), FinishReason.ABORT.value),
+            status=status,
+            code=code or (errors[0] if errors else ""),
+            prompt_tokens=sum(outcome.usage.prompt for outcome in leaders),
+            cached_tokens=sum(outcome.usage.cached for outcome in leaders),
+            completion_tokens=sum(outcome.usage.completion for outcome in outcomes),
+            queue_ms=_ms(max(outcome.queue for outcome in outcomes)) if outcomes else None,
+            ttft_ms=_ms(min(ttfts)) if ttfts else None,
+            itl_p50_ms=_ms(rank(gaps, 0.5)) if gaps else None,
+            itl_p99_ms=_ms(rank(gaps, 0.99)) if gaps else None,
+        )
+
+    def columns(self) -> dict[str, object]:
+        """The row's columns that an end decides."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+def _began(outcome: RequestOutcome) -> bool:
+    return outcome.ttft is not None
+
+
+def rank(ordered: Sequence[float], q: float) -> float:
+    """The nearest-rank quantile of sorted numbers, at least one: the least that a share q does not exceed."""
+    return ordered[max(0, -int(-q * len(ordered) // 1) - 1)]
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 3)

@@ -1,0 +1,248 @@
+"""Prometheus metrics: vLLM's names where the meaning is the same, `minserve_` for the rest.
+
+Owns its registry. Fed by `observe` (an engine's observer) and `row` (a finished row of the ledger); gauges are read
+live when scraped, through a callback, so they can't freeze when nothing happens. It must not know the engine.
+
+Totals of tokens are counted when a request ends, aborted ones too, from the same outcome as the histograms per
+request: their sums agree. What flows now is in `vllm:iteration_tokens_total`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
+
+from minserve.observe.histogram import Histogram
+from minserve.request import Pool, RequestOutcome, StepRecord
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+# vLLM's buckets, finer at the lower end: a small model on a GPU makes a token in less than a millisecond.
+TTFT_BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+    *(160.0, 640.0, 2560.0),
+)
+ITL_BUCKETS = (
+    *(0.0005, 0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5),
+    *(0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+LATENCY_BUCKETS = (
+    *(0.005, 0.01, 0.025, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+TOKEN_BUCKETS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
+PHASES = ("plan", "build", "run", "commit", "deliver")
+STEP_BUCKETS = (1.0, *(float(2**e) for e in range(3, 15)))
+CHOICE_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Gauges:
+    """What is true at the moment of a scrape. Counts of requests per pool and of KV blocks.
+
+    extra: further gauges, name -> (meaning, value).
+    """
+
+    running: Mapping[Pool, int]
+    waiting: Mapping[Pool, int]
+    blocks_total: int
+    blocks_free: int
+    blocks_cached: int = 0
+    waits: Mapping[str, int] = field(default_factory=dict)
+    extra: Mapping[str, tuple[str, float]] = field(default_factory=dict)
+
+
+class LedgerRow(Protocol):
+    """The columns of a ledger row that become metrics. Money in billionths."""
+
+    pool: str
+    finish: str
+    code: str
+    cost: int
+    choices: int
+    degraded: str
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
+class Metrics:
+    def __init__(self, model: str, status: Callable[[], Gauges], info: Mapping[str, str] | None = None) -> None:
+        """model: the label `model_name`. info: the cache's configuration, as `vllm:cache_config_info`."""
+        self.registry = CollectorRegistry()
+        self._model = (("model_name", model),)
+        self._status = status
+        self._info = dict(info or {})
+        self._histograms: list[Histogram] = []
+        self._define_steps()
+        self._define_requests()
+        self.registry.register(_Collector(self._collect))
+
+    def render(self) -> bytes:
+        """The page of `/metrics`, text format 0.0.4."""
+        return generate_latest(self.registry)
+
+    def observe(self, record: StepRecord | RequestOutcome) -> None:
+        """The engine's observer: one call a step, one a request's end."""
+        if isinstance(record, StepRecord):
+            self._step(record)
+        else:
+            self._outcome(record)
+
+    def row(self, row: LedgerRow) -> None:
+        """A call has ended or was refused: money, refusals, and what was degraded."""
+        if row.finish == "refused":
+            self.rejections.labels(*self._values(row.code)).inc()
+            return
+        for kind, tokens in (
+            ("prefill", row.prompt_tokens - row.cached_tokens),
+            ("cached", row.cached_tokens),
+            ("decode", row.completion_tokens),
+        ):
+            self.settled_tokens.labels(*self._values(row.pool, kind)).inc(tokens)
+        self.cost.labels(*self._values(row.pool)).inc(row.cost / 1e9)
+        self.choices.observe(row.choices)
+        if row.degraded:
+            self.degraded.labels(*self._values(row.degraded)).inc()
+
+    # -- definitions
+
+    def _define_steps(self) -> None:
+        self.ttft = self._histogram("vllm:time_to_first_token_seconds", "Time to first token.", TTFT_BUCKETS)
+        self.itl = self._histogram("vllm:inter_token_latency_seconds", "Gap between two tokens.", ITL_BUCKETS)
+        self.iteration = self._histogram("vllm:iteration_tokens_total", "Tokens of a step.", STEP_BUCKETS, pool=False)
+        self.preemptions = self._counter("vllm:num_preemptions", "Requests that lost their blocks for a while.")
+        self.prefix_queries = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+        self.prefix_hits = self._counter("vllm:prefix_cache_hits", "Prompt tokens found there.")
+        self.steps = self._counter("minserve_steps", "Steps of the engine.")
+        self.failures = self._counter("minserve_step_failures", "Steps that failed.")
+        self.ideal = self._counter(
+            "minserve_ideal_seconds", "Time the steps' work takes at the device's measured peaks."
+        )
+        phases = self._counter("minserve_step_seconds", "Time of steps, by part.", "phase")
+        self.phases = {phase: phases.labels(*self._values(phase)) for phase in PHASES}
+
+    def _define_requests(self) -> None:
+        per_request = (
+            ("e2e", "vllm:e2e_request_latency_seconds", "Arrival to end.", LATENCY_BUCKETS),
+            ("queue", "vllm:request_queue_time_seconds", "Arrival to first step.", LATENCY_BUCKETS),
+            ("prefill", "vllm:request_prefill_time_seconds", "First step to first token.", LATENCY_BUCKETS),
+            ("decode", "vllm:request_decode_time_seconds", "First token to end.", LATENCY_BUCKETS),
+            ("inference", "vllm:request_inference_time_seconds", "First step to end.", LATENCY_BUCKETS),
+            ("tpot", "vllm:request_time_per_output_token_seconds", "Mean gap of a request.", ITL_BUCKETS),
+            ("prompt", "vllm:request_prompt_tokens", "Prompt tokens processed.", TOKEN_BUCKETS),
+            ("generation", "vllm:request_generation_tokens", "Tokens generated.", TOKEN_BUCKETS),
+            ("max_tokens", "vllm:request_params_max_tokens", "Tokens asked for.", TOKEN_BUCKETS),
+        )
+        self.requests = {key: self._histogram(name, text, bounds) for key, name, text, bounds in per_request}
+        self.choices = self._histogram("vllm:request_params_n", "Choices asked for.", CHOICE_BUCKETS, pool=False)
+        self.success = self._counter("vllm:request_success", "Requests that ended.", "pool", "finished_reason")
+        self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens processed.", "pool")
+        self.cached_tokens = self._counter("vllm:prompt_tokens_cached", "Of these, found in the prefix cache.", "pool")
+        self.generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated.", "pool")
+        self.rejections = self._counter("vllm:admission_rejections", "Refused calls.", "reason")
+        self.settled_tokens = self._counter("minserve_settled_tokens", "Tokens billed.", "pool", "kind")
+        self.cost = self._counter("minserve_cost", "Money settled, in the configured currency.", "pool")
+        self.degraded = self._counter("minserve_degraded_requests", "Calls that got less under load.", "step")
+
+    def _histogram(self, name: str, text: str, bounds: tuple[float, ...], pool: bool = True) -> Histogram:
+        histogram = Histogram(name, text, bounds, ("pool",) if pool else ())
+        self._histograms.append(histogram)
+        return histogram
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        """Counter names gain `_total`, as vLLM's do. One without further labels is shown as 0 from the start."""
+        counter = Counter(name, text, ("model_name", *labels), registry=self.registry)
+        return counter if labels else counter.labels(*self._values())
+
+    def _values(self, *labels: str) -> tuple[str, ...]:
+        return self._model[0][1], *labels
+
+    # -- events
+
+    def _step(self, record: StepRecord) -> None:
+        for pool, seconds in record.ttfts:
+            self.ttft.observe(seconds, (pool.value,))
+        for pool, seconds in record.gaps:
+            self.itl.observe(seconds, (pool.value,))
+        self.iteration.observe(record.decode_tokens + record.prefill_tokens)
+        self.steps.inc()
+        self.ideal.inc(record.ideal)
+        for phase, counter in self.phases.items():
+            counter.inc(getattr(record, phase))
+        self.preemptions.inc(record.preempted)
+        self.prefix_queries.inc(record.prefix_queries)
+        self.prefix_hits.inc(record.prefix_hits)
+        if record.failed is not None:
+            self.failures.inc()
+
+    def _outcome(self, outcome: RequestOutcome) -> None:
+        pool = (outcome.pool.value,)
+        seen = self.requests
+        # One prompt of several choices was processed once, with the choice that led the group.
+        processed = outcome.ttft is not None and outcome.id.endswith("#0")
+        prompt, cached = (outcome.usage.prompt, outcome.usage.cached) if processed else (0, 0)
+        seen["e2e"].observe(outcome.total, pool)
+        seen["queue"].observe(outcome.queue, pool)
+        seen["prompt"].observe(prompt, pool)
+        seen["generation"].observe(outcome.usage.completion, pool)
+        seen["max_tokens"].observe(outcome.max_tokens, pool)
+        if outcome.ttft is not None:
+            seen["prefill"].observe(outcome.ttft - outcome.queue, pool)
+            seen["decode"].observe(outcome.total - outcome.ttft, pool)
+            seen["inference"].observe(outcome.total - outcome.queue, pool)
+        if outcome.gaps:
+            seen["tpot"].observe(sum(outcome.gaps) / len(outcome.gaps), pool)
+        self.success.labels(*self._values(*pool, outcome.finish.value)).inc()
+        self.prompt_tokens.labels(*self._values(*pool)).inc(prompt)
+        self.cached_tokens.labels(*self._values(*pool)).inc(cached)
+        self.generation_tokens.labels(*self._values(*pool)).inc(outcome.usage.completion)
+
+    # -- scrape
+
+    def _collect(self) -> Iterator[Metric]:
+        for histogram in self._histograms:
+            yield histogram.collect(self._model)
+        now = self._status()
+        by_pool = (
+            ("vllm:num_requests_running", "Requests that hold a seat.", now.running),
+            ("vllm:num_requests_waiting", "Requests that wait for one.", now.waiting),
+        )
+        for name, text, counts in by_pool:
+            family = GaugeMetricFamily(name, text, labels=["model_name", "pool"])
+            for pool in Pool:
+                family.add_metric(self._values(pool.value), counts.get(pool, 0))
+            yield family
+        waits = GaugeMetricFamily(
+            "vllm:num_requests_waiting_by_reason", "Why requests wait.", labels=["model_name", "reason"]
+        )
+        for reason, count in now.waits.items():
+            waits.add_metric(self._values(reason), count)
+        yield waits
+        used = now.blocks_total - now.blocks_free
+        yield self._gauge(
+            "vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", used / max(1, now.blocks_total)
+        )
+        yield self._gauge("minserve_kv_blocks_cached", "Free KV blocks that hold a known prefix.", now.blocks_cached)
+        for name, (text, value) in now.extra.items():
+            yield self._gauge(name, text, value)
+        if self._info:
+            info = InfoMetricFamily("vllm:cache_config", "Configuration of the KV cache.", labels=["model_name"])
+            info.add_metric(self._values(), self._info)
+            yield info
+
+    def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(name, text, labels=["model_name"])
+        family.add_metric(self._values(), value)
+        return family
+
+
+class _Collector:
+    """What prometheus_client asks when it renders."""
+
+    def __init__(self, collect: Callable[[], Iterator[Metric]]) -> None:
+        self.collect = collect
