@@ -30,9 +30,16 @@ class Settlement:
     itl_p99_ms: float | None = None
 
     @classmethod
-    def of(cls, outcomes: Sequence[RequestOutcome], *, status: int, code: str = "") -> Settlement:
-        """What a call's choices used together. A prompt is billed once, with the choice that led its group."""
-        leaders = [outcome for outcome in outcomes if outcome.id.endswith("#0") and _began(outcome)]
+    def of(
+        cls, outcomes: Sequence[RequestOutcome], *, status: int, code: str = "", computed: int | None = None
+    ) -> Settlement:
+        """What a call's choices used together. A prompt is billed once, with the choice that leads its group.
+
+        computed: prompt tokens that were processed over all prompts, where that is known better: a call that ended
+        before its first token may have read some of its prompt.
+        """
+        leaders = [outcome for outcome in outcomes if outcome.id.endswith("#0") and outcome.ttft is not None]
+        prompt = sum(outcome.usage.prompt for outcome in leaders) if computed is None else computed
         gaps = sorted(gap for outcome in outcomes for gap in outcome.gaps)
         ttfts = [outcome.ttft for outcome in outcomes if outcome.ttft is not None]
         ends = {outcome.finish for outcome in outcomes}
@@ -41,8 +48,8 @@ class Settlement:
             finish=next((end.value for end in _WORST if end in ends), FinishReason.ABORT.value),
             status=status,
             code=code or (errors[0] if errors else ""),
-            prompt_tokens=sum(outcome.usage.prompt for outcome in leaders),
-            cached_tokens=sum(outcome.usage.cached for outcome in leaders),
+            prompt_tokens=prompt,
+            cached_tokens=min(prompt, sum(outcome.usage.cached for outcome in leaders)),
             completion_tokens=sum(outcome.usage.completion for outcome in outcomes),
             queue_ms=_ms(max(outcome.queue for outcome in outcomes)) if outcomes else None,
             ttft_ms=_ms(min(ttfts)) if ttfts else None,
@@ -53,10 +60,6 @@ class Settlement:
     def columns(self) -> dict[str, object]:
         """The row's columns that an end decides."""
         return {name: getattr(self, name) for name in self.__slots__}
-
-
-def _began(outcome: RequestOutcome) -> bool:
-    return outcome.ttft is not None
 
 
 def rank(ordered: Sequence[float], q: float) -> float:
