@@ -9,14 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from minserve.backend.base import Backend, Checkpoint, CheckpointError
+from minserve.models.gemma3 import Gemma3
 from minserve.models.llama import Llama
 from minserve.models.parts import Model
+from minserve.models.phi3 import Phi3
+from minserve.models.qwen2 import Qwen2
+from minserve.models.qwen3 import Qwen3
 
 Family = Callable[[Checkpoint, Backend, int], Model]
 
 FAMILIES: dict[str, Family] = {
     "llama": Llama,
     "mistral": Llama,
+    "qwen2": Qwen2,
+    "qwen3": Qwen3,
+    "gemma3": Gemma3,
+    "gemma3_text": Gemma3,
+    "phi3": Phi3,
 }
 
 

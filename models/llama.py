@@ -32,7 +32,7 @@ class Llama:
         s.require("hidden_act", "silu")
         self.dims = dims = Dimensions.read(s)
         window = None if s.get("sliding_window") is None else s.integer("sliding_window")
-        self.heads = dims.attention_heads(window=window)
+        self.heads = dims.attention(window=window)
         rope = read_rope(s, dims.head_dim, dims.context, max_model_len)
         length = model_length(max_model_len, rope.context)
 

@@ -8,7 +8,7 @@ it is known to be harmless.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
@@ -30,7 +30,7 @@ from minserve.backend.base import (
 from minserve.backend.tensor import HostTensor
 
 # Buffers that some exporters store: everything in them follows from the config.
-HARMLESS = (r".*\.rotary_emb\.inv_freq", r".*\.rotary_emb\.(cos|sin)_cached", r".*\.(attn|self_attn)\.(masked_)?bias")
+HARMLESS = re.compile(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)|.*\.self_attn\.(masked_)?bias")
 
 
 class Model(Protocol):
@@ -74,11 +74,11 @@ class Settings:
         return value
 
     def require(self, key: str, *supported: Any) -> None:
-        """Refuse a model that needs what we don't compute. An absent key means the first supported value."""
+        """Refuse a model that needs what we don't compute. Absent and null always pass."""
         value = self.get(key)
         if value is not None and value not in supported:
-            names = " or ".join(repr(s) for s in supported)
-            raise CheckpointError(f"config: {key} = {value!r} is not supported, only {names}")
+            only = f", only {' or '.join(map(repr, supported))}" if supported else ""
+            raise CheckpointError(f"config: {key} = {value!r} is not supported{only}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Dimensions:
     @classmethod
     def read(cls, s: Settings, *, head_dim: int | None = None) -> Self:
         """head_dim: the family's default; None derives it from hidden_size."""
-        s.require("quantization_config", None)
+        s.require("quantization_config")
         hidden, heads = s.integer("hidden_size"), s.integer("num_attention_heads")
         kv_heads = s.integer("num_key_value_heads", heads)
         if heads % kv_heads:
@@ -127,7 +127,7 @@ class Dimensions:
         """Columns of the keys, and of the values: KV * D."""
         return self.kv_heads * self.head_dim
 
-    def attention_heads(self, *, scale: float | None = None, window: int | None = None) -> Heads:
+    def attention(self, *, scale: float | None = None, window: int | None = None) -> Heads:
         """scale None: 1 / sqrt(D) (Vaswani et al. 2017)."""
         return Heads(self.heads, self.kv_heads, self.head_dim, scale or self.head_dim**-0.5, window)
 
@@ -135,8 +135,8 @@ class Dimensions:
 class Weights:
     """Hands a checkpoint's tensors to the backend, and adds up what a step will have to read and compute."""
 
-    def __init__(self, checkpoint: Checkpoint, backend: Backend, *, prefix: str = "") -> None:
-        self._checkpoint, self._backend, self._prefix = checkpoint, backend, prefix
+    def __init__(self, checkpoint: Checkpoint, backend: Backend) -> None:
+        self._checkpoint, self._backend = checkpoint, backend
         self._names = set(checkpoint.names())
         self._read: set[str] = set()
         self._bytes = 0
@@ -145,7 +145,6 @@ class Weights:
 
     def tensor(self, name: str, *shape: int) -> HostTensor:
         """CheckpointError if the tensor is missing or has another shape."""
-        name = self._prefix + name
         tensor = self._checkpoint.tensor(name)
         if tensor.shape != shape:
             raise CheckpointError(f"tensor {name!r} has the shape {tensor.shape}, the config promises {shape}")
@@ -201,13 +200,9 @@ class Weights:
         self._head_flops = 2 * dims.vocab * dims.hidden
         return embed, head
 
-    def finish(self, *harmless: str) -> None:
-        """CheckpointError if the file holds a tensor that the forward pass would silently leave out.
-
-        harmless: patterns of names that may be ignored, beside HARMLESS.
-        """
-        ignored = re.compile("|".join((*HARMLESS, *harmless)))
-        left = sorted(name for name in self._names - self._read if not ignored.fullmatch(name))
+    def finish(self) -> None:
+        """CheckpointError if the file holds a tensor that the forward pass would silently leave out."""
+        left = sorted(name for name in self._names - self._read if not HARMLESS.fullmatch(name))
         if left:
             more = f" and {len(left) - 3} more" if len(left) > 3 else ""
             raise CheckpointError(f"the checkpoint has tensors this family doesn't use: {', '.join(left[:3])}{more}")
@@ -223,6 +218,22 @@ class Weights:
             flops_per_token=self._flops,
             head_flops=self._head_flops,
         )
+
+
+def layer_windows(s: Settings, count: int, sliding: Callable[[int], bool]) -> list[int | None]:
+    """Each layer's attention window, None for a layer that sees everything.
+
+    layer_types says it where it is given, else the family's rule: sliding(i) for layer i.
+    """
+    kinds = {"full_attention": False, "sliding_attention": True}
+    given = s.get("layer_types")
+    if given is None:
+        slides = [sliding(i) for i in range(count)]
+    elif isinstance(given, list) and len(given) == count and all(isinstance(k, str) and k in kinds for k in given):
+        slides = [kinds[kind] for kind in given]
+    else:
+        raise CheckpointError(f"config: layer_types must be {count} times full_attention or sliding_attention")
+    return [s.integer("sliding_window") if slides[i] else None for i in range(count)]
 
 
 def model_length(asked: int, context: int) -> int:
