@@ -29,7 +29,7 @@ def regular(messages: Sequence[Mapping[str, Any]], *, developer: bool) -> list[M
 
 def _regular(message: Mapping[str, Any], where: str, developer: bool) -> Message:
     role = message.get("role")
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise RequestError(f"{where}.role must be one of {', '.join(sorted(ROLES))}.", param=f"{where}.role")
     if role == "function":
         role = "tool"

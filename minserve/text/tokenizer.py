@@ -42,12 +42,11 @@ _STARTS = frozenset({"<|im_start|>", "<start_of_turn>", "<|start_header_id|>", "
 # Tokens that some files mark as special although they delimit text that readers must see.
 _VISIBLE = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>"})
 
-_TEXT = "\0text"  # what the splitter calls a plain text; no special token is written so
 Parts = list[tuple[str, int | None]]  # a special token and its id, or a plain text and None
 
 
 class Tokenizer:
-    """One model's vocabulary. Build it with `from_source`, or `from_json` for the bytes of a tokenizer.json.
+    """One model's vocabulary. Build it with `from_source`.
 
     vocab_size: largest id + 1 (a model's embedding may have more rows). bos_id, eos_id: None if there is none.
     add_bos: whether a plain text starts with bos. end_ids: tokens that end a generation. special_ids: tokens that are
@@ -57,12 +56,12 @@ class Tokenizer:
     def __init__(
         self,
         document: dict[str, Any],
-        *,
         bos: str | int | None = None,
         eos: str | int | None = None,
         add_bos: bool | None = None,
         end_ids: Iterable[int] = (),
     ) -> None:
+        """document: a tokenizer.json's content. bos, eos: text or id. add_bos None: the post-processor decides."""
         _set_special_flags(document)
         self._library = _build(document)
         self._continued = _continued(document) or self._library
@@ -76,6 +75,7 @@ class Tokenizer:
         added = [token for token in document.get("added_tokens") or [] if token["content"] in vocabulary]
         special = [token for token in added if token["special"]]
         self.special_texts: Mapping[str, int] = {t["content"]: vocabulary[t["content"]] for t in special}
+        self._special = tuple(self.special_texts)
         self.special_ids = frozenset(self.special_texts.values())
         self._splitter = _splitter(special)
         added_ids = {vocabulary[token["content"]] for token in added}
@@ -93,24 +93,10 @@ class Tokenizer:
     @classmethod
     def from_source(cls, source: TokenizerJson | GgufVocabulary) -> Tokenizer:
         """A tokenizer from what a model's files say. CheckpointError if they make no sense."""
-        if isinstance(source, TokenizerJson):
-            return cls.from_json(source.data, bos=source.bos_token, eos=source.eos_token, add_bos=source.add_bos)
-        return cls(
-            gguf_document(source), bos=source.bos_id, eos=source.eos_id, add_bos=source.add_bos, end_ids=source.end_ids
-        )
-
-    @classmethod
-    def from_json(
-        cls, data: bytes, *, bos: str | None = None, eos: str | None = None, add_bos: bool | None = None
-    ) -> Tokenizer:
-        """A tokenizer from a tokenizer.json's bytes; bos and eos are texts of tokens (tokenizer_config.json)."""
-        if len(data) > MAX_JSON_BYTES:
-            raise CheckpointError(f"tokenizer.json is larger than {MAX_JSON_BYTES >> 20} MiB")
-        try:
-            document = json.loads(data)
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError("tokenizer.json is not valid JSON") from error
-        return cls(_checked(document), bos=bos, eos=eos, add_bos=add_bos)
+        if isinstance(source, GgufVocabulary):
+            return cls(gguf_document(source), source.bos_id, source.eos_id, source.add_bos, source.end_ids)
+        document = _parsed(source.data)
+        return cls(document, source.bos_token, source.eos_token, source.add_bos, source.end_ids)
 
     # -- text to ids
 
@@ -127,8 +113,8 @@ class Tokenizer:
         """The text cut at special tokens, leftmost and longest first; their own white space rules apply (lstrip)."""
         encoding = self._splitter.encode(text)
         return [
-            (token, self.special_texts[token]) if token in self.special_texts else (text[start:end], None)
-            for token, (start, end) in zip(encoding.tokens, encoding.offsets, strict=True)
+            (self._special[i - 1], self.special_texts[self._special[i - 1]]) if i else (text[start:end], None)
+            for i, (start, end) in zip(encoding.ids, encoding.offsets, strict=True)
         ]
 
     def encode_parts(self, parts: Sequence[tuple[str, int | None]]) -> list[int]:
@@ -179,8 +165,14 @@ class Tokenizer:
         return None if token is None else self._ids[token]
 
 
-def _checked(document: Any) -> dict[str, Any]:
-    """The parts of a tokenizer.json that this module reads itself have the types they must have."""
+def _parsed(data: bytes) -> dict[str, Any]:
+    """A tokenizer.json's content, in which what this module reads itself has the types it must have."""
+    if len(data) > MAX_JSON_BYTES:
+        raise CheckpointError(f"tokenizer.json is larger than {MAX_JSON_BYTES >> 20} MiB")
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError("tokenizer.json is not valid JSON") from error
     if not isinstance(document, dict) or not isinstance(document.get("model"), dict):
         raise CheckpointError("tokenizer.json: not an object with a model")
     added = document.get("added_tokens") or []
@@ -229,8 +221,8 @@ def _template_prefix(library: tokenizers.Tokenizer) -> list[int]:
 
 
 def _splitter(special: Sequence[Mapping[str, Any]]) -> tokenizers.Tokenizer:
-    """Cuts a text at special tokens: a tokenizer with a single word, which every text between two of them becomes."""
-    splitter = tokenizers.Tokenizer(WordLevel({_TEXT: 0}, unk_token=_TEXT))
+    """Cuts a text at special tokens: its word 0 is every text between two of them, word i the i-th of them."""
+    splitter = tokenizers.Tokenizer(WordLevel({"\0": 0}, unk_token="\0"))
     flags = ("single_word", "lstrip", "rstrip")
     splitter.add_special_tokens([AddedToken(t["content"], **{f: bool(t.get(f)) for f in flags}) for t in special])
     return splitter
