@@ -137,8 +137,7 @@ class DummyCheckpoint:
             return HostTensor.from_array(name, noise if plain else 1 + noise)
         cols = rest[0]
         encoding = Encoding.F32 if cols % BLOCKS[self._encoding].weights else self._encoding
-        spread = 0.5 if name.startswith("model.embed") else cols**-0.5
-        return random_tensor(name, (rows, cols), encoding, rng, spread)
+        return random_tensor(name, (rows, cols), encoding, rng, cols**-0.5)
 
 
 def random_tensor(

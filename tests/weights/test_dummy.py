@@ -5,11 +5,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from minserve.backend.base import CheckpointError
+from minserve.backend.base import CheckpointError, StepLimits
+from minserve.backend.numpy_backend import NumpyBackend
 from minserve.backend.tensor import Encoding
+from minserve.models import load
 from minserve.text.tokenizer import Tokenizer
 from minserve.weights.checkpoint import load_checkpoint
 from minserve.weights.dummy import PRESETS, SPECIALS, DummyCheckpoint, byte_tokenizer, is_dummy, load_dummy
+from tests.helpers import Part, make_batch
 
 CONFIG = PRESETS["llama-tiny"] | {"hidden_size": 256}
 NAME = "model.layers.0.mlp.gate_proj.weight"
@@ -42,6 +45,17 @@ def test_every_name_gives_a_tensor(preset: str) -> None:
         assert np.isfinite(checkpoint.tensor(name).float32()).all()
     with pytest.raises(CheckpointError, match="no tensor 'x'"):
         checkpoint.tensor("x")
+
+
+@pytest.mark.parametrize("preset", [p for p in PRESETS if p.endswith("tiny")])
+def test_a_family_can_be_run_on_dummy_weights(preset: str) -> None:
+    backend = NumpyBackend(block_size=16)
+    model = load(load_dummy(f"dummy:{preset}").checkpoint, backend, 64)
+    program = backend.build(model.forward, model.spec, StepLimits(16, 1, 16, 64, 4))
+    logits = program.logits(make_batch([Part(0, list(b"Hello"), [2], rows=range(5))]))
+    assert logits.shape == (5, 256 + len(SPECIALS))
+    assert np.isfinite(logits).all()
+    assert len(set(logits.argmax(axis=1))) > 1
 
 
 def test_names_choose_preset_and_encoding() -> None:
