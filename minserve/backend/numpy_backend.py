@@ -145,8 +145,9 @@ def attend(q: Float32, positions: Int32, table: Int32, heads: Heads, cache: Laye
         scores = np.float32(heads.softcap) * np.tanh(scores / np.float32(heads.softcap))
     distance = positions[:, None] - key_positions  # [t, n]
     visible = distance >= 0 if heads.window is None else (distance >= 0) & (distance < heads.window)
-    scores = np.where(visible, scores, np.float32(-np.inf))
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights = np.where(visible, scores, np.float32(-np.inf))
+    weights -= weights.max(axis=-1, keepdims=True)
+    np.exp(weights, out=weights)
     weights /= weights.sum(axis=-1, keepdims=True)
     out: Float32 = weights.reshape(heads.kv, group * t, n) @ v  # [KV, group * t, D]
     return out.reshape(heads.kv, group, t, heads.dim).transpose(2, 0, 1, 3).reshape(t, -1)

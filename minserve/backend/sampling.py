@@ -20,7 +20,7 @@ One row of logits [V], float32 throughout (sums in float64), goes through these 
     these sum to at least top_p (ties stay). 1 is off, 0 keeps the best.
  7. min_p (Nguyen et al. 2024) keeps probabilities of at least min_p times the largest.
  8. The draw inverts the cumulative sum of the kept weights in ascending id order: the first token whose cumulative
-    weight exceeds uniform * total. No order of floating point work but this one decides a token.
+    weight exceeds uniform * total.
 
 Rows with a target are only scored: the target is returned with its log probability.
 """
