@@ -105,7 +105,9 @@ class Request:
 
     tokens: known tokens, prompt first. computed: how many of them have rows in the KV cache. blocks: the block ids
     that hold those rows, in order. seat: small stable integer while running, else -1. group: requests that share one
-    prompt (n > 1); the member with choice 0 leads. cached: prompt tokens found in the prefix index at first admission.
+    prompt (n > 1); one of them leads, the others wait for its prompt. cached: prompt tokens found in the prefix index
+    before they were ever computed. scored: how many prompt positions have their log probability. since: the step it
+    was submitted in. skips: steps in which a later request overtook it.
     """
 
     id: str
@@ -126,7 +128,8 @@ class Request:
     scored: int = 0
     finish: FinishReason | None = None
     preemptions: int = 0
-    waiting_steps: int = 0
+    since: int = 0
+    skips: int = 0
 
     @property
     def known(self) -> int:
@@ -161,19 +164,20 @@ class View:
     pool: Pool
     priority: int
     arrival: float
-    waiting_steps: int
+    age: int
     preemptions: int
     limit: int
+    skips: int = 0
     free_hits: int = 0
     blocked: bool = False
     forks: tuple[str, ...] = ()
-    scored: bool = False
+    scored: tuple[int, int] = (0, 0)
     draft: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """`count` tokens of one request to compute in a step, from position `start`.
+    """`count` tokens of one request to compute in a step, from position `start`; drafts are counted too.
 
     samples: rows to sample (0, 1, or 1 + len(draft)). scored: rows whose next token is already known and whose log
     probability is wanted (echo). forks: siblings whose first token is sampled from this chunk's last row.
@@ -194,8 +198,8 @@ class StepPlan:
     """What one step will do. Pure data: planning changes no state.
 
     admitted: ids that leave the queue (forks included). preempted: ids that lose their blocks and go back to its
-    front. exhausted: ids that can't grow although they are alone; they finish with LENGTH. waits: why requests
-    still wait, reason -> how many.
+    front. exhausted: ids that can't grow although they are alone; they finish with LENGTH. skipped: waiting ids that
+    a later request overtakes in this step. waits: why requests still wait, reason -> how many.
     """
 
     step: int
@@ -203,6 +207,7 @@ class StepPlan:
     admitted: tuple[str, ...] = ()
     preempted: tuple[str, ...] = ()
     exhausted: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
     waits: Mapping[str, int] = field(default_factory=lambda: _NOTHING)
 
     @property

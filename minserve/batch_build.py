@@ -1,0 +1,185 @@
+"""A plan as arrays: what `build_batch` lays out on the event loop and a backend reads on its thread.
+
+Owns the order of rows and the meaning of every array field. It must not know queues, blocks' owners or backends; it
+reads requests and changes nothing.
+
+Logit rows of a chunk come in this order: scored rows, sampled rows, one row per fork. All arrays are small; this runs
+in every step, so lists are flattened once and positions and slots are computed for all chunks together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
+
+import numpy as np
+
+from minserve.batch import Batch, Float32, Int32, SamplingArrays, SeatReset, UInt32, uniform
+from minserve.request import Chunk, Request, SamplingParams, StepPlan
+
+_SCORING = SamplingParams(max_tokens=0, temperature=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One logit row: whose sampling parameters, which output index; target >= 0 = scored only, nothing is drawn."""
+
+    request: Request
+    params: SamplingParams
+    index: int
+    target: int = -1
+
+
+def build_batch(
+    plan: StepPlan,
+    requests: Mapping[str, Request],
+    *,
+    block_size: int,
+    vocab_size: int,
+    copies: Sequence[tuple[int, int]],
+) -> Batch:
+    """Lay out a step that the scheduler has applied: every request has its seat and its blocks."""
+    chunks = plan.chunks
+    owners = [requests[chunk.request_id] for chunk in chunks]
+    starts = np.array([chunk.start for chunk in chunks], np.int32)
+    counts = np.array([chunk.count for chunk in chunks], np.int32)
+    query_starts = np.zeros(len(chunks) + 1, np.int32)
+    np.cumsum(counts, out=query_starts[1:])
+    tables = _block_tables(owners)
+    of_token = np.repeat(np.arange(len(chunks)), counts)
+    positions = np.arange(query_starts[-1], dtype=np.int32) + (starts - query_starts[:-1])[of_token]
+    blocks = tables[of_token, positions // block_size]
+    rows, logit_rows = _rows(chunks, owners, requests, query_starts)
+    return Batch(
+        step=plan.step,
+        token_ids=_token_ids(chunks, owners),
+        positions=positions,
+        slots=blocks * np.int32(block_size) + positions % np.int32(block_size),
+        query_starts=query_starts,
+        context_lens=starts + counts,
+        block_tables=tables,
+        seats=np.array([owner.seat for owner in owners], np.int32),
+        logit_rows=np.array(logit_rows, np.int32),
+        sampling=_sampling(rows, vocab_size),
+        copies=np.array(copies, np.int32).reshape(-1, 2),
+        resets=tuple(_reset(requests[name]) for name in plan.admitted if requests[name].params.penalized),
+    )
+
+
+def _token_ids(chunks: Sequence[Chunk], owners: Sequence[Request]) -> Int32:
+    ids: list[int] = []
+    for chunk, owner in zip(chunks, owners, strict=True):
+        if chunk.count == 1:
+            ids.append(owner.tokens[chunk.start])
+        else:
+            ids += owner.tokens[chunk.start : chunk.start + chunk.count - len(chunk.draft)]
+            ids += chunk.draft
+    return np.array(ids, np.int32)
+
+
+def _block_tables(owners: Sequence[Request]) -> Int32:
+    """[R, B], padded with 0: all rows filled in one assignment."""
+    lengths = np.array([len(owner.blocks) for owner in owners], np.int32)
+    tables = np.zeros((len(owners), int(lengths.max(initial=1))), np.int32)
+    flat = chain.from_iterable(owner.blocks for owner in owners)
+    tables[np.arange(tables.shape[1]) < lengths[:, None]] = np.fromiter(flat, np.int32, int(lengths.sum()))
+    return tables
+
+
+def _rows(
+    chunks: Sequence[Chunk], owners: Sequence[Request], requests: Mapping[str, Request], query_starts: Int32
+) -> tuple[list[_Row], list[int]]:
+    """The step's logit rows and which of its tokens they follow."""
+    rows: list[_Row] = []
+    tokens: list[int] = []
+    for chunk, owner, first, end in zip(
+        chunks, owners, query_starts[:-1].tolist(), query_starts[1:].tolist(), strict=True
+    ):
+        if chunk.scored:
+            begin = max(chunk.start, owner.scored)
+            places = range(begin, begin + chunk.scored)
+            rows += [_Row(owner, _SCORING, 0, owner.tokens[place + 1]) for place in places]
+            tokens += [first + place - chunk.start for place in places]
+        rows += [_Row(owner, owner.params, owner.output_len + ahead) for ahead in range(chunk.samples)]
+        tokens += range(end - chunk.samples, end)
+        for name in chunk.forks:
+            rows.append(_Row(requests[name], requests[name].params, 0))
+            tokens.append(end - 1)
+    return rows, tokens
+
+
+def _sampling(rows: Sequence[_Row], vocab_size: int) -> SamplingArrays:
+    params = [row.params for row in rows]
+    bias = [p.logit_bias for p in params]
+    starts = np.zeros(len(rows) + 1, np.int32)
+    np.cumsum([len(b) for b in bias], out=starts[1:])
+    return SamplingArrays(
+        temperature=np.array([p.temperature for p in params], np.float32),
+        top_p=np.array([p.top_p for p in params], np.float32),
+        top_k=np.array([p.top_k for p in params], np.int32),
+        min_p=np.array([p.min_p for p in params], np.float32),
+        uniforms=np.array([_uniform(row) for row in rows], np.float32),
+        penalties=_penalties(params),
+        bias_starts=starts,
+        bias_ids=np.array([token for b in bias for token in b], np.int32),
+        bias_values=np.array([value for b in bias for value in b.values()], np.float32),
+        mask=_mask(rows, vocab_size),
+        logprobs=np.array([_logprobs(row) for row in rows], np.int32),
+        targets=np.array([row.target for row in rows], np.int32),
+        seats=np.array([row.request.seat if row.params.penalized else -1 for row in rows], np.int32),
+    )
+
+
+def _uniform(row: _Row) -> float:
+    """Greedy rows draw nothing."""
+    return uniform(row.request.seed, row.request.choice, row.index) if row.params.temperature > 0 else 0.0
+
+
+def _penalties(params: Sequence[SamplingParams]) -> Float32:
+    flat = [(p.presence_penalty, p.frequency_penalty, p.repetition_penalty) for p in params]
+    return np.array(flat, np.float32).reshape(-1, 3)
+
+
+def _logprobs(row: _Row) -> int:
+    wanted = row.params.logprobs if row.target < 0 else row.request.params.prompt_logprobs
+    return -1 if wanted is None else wanted
+
+
+def _mask(rows: Sequence[_Row], vocab_size: int) -> UInt32 | None:
+    """[S, ceil(V / 32)] bits of allowed tokens, or None if no row is restricted."""
+    masks = [_allowed(row, vocab_size) for row in rows]
+    if all(mask is None for mask in masks):
+        return None
+    everything = _bits(None, frozenset(), vocab_size)
+    return np.stack([everything if mask is None else mask for mask in masks])
+
+
+def _allowed(row: _Row, vocab_size: int) -> UInt32 | None:
+    params = row.params
+    banned = params.banned_token_ids
+    if row.index < params.min_tokens:
+        banned |= params.stop_token_ids
+    if not banned and params.allowed_token_ids is None:
+        return None
+    return _bits(params.allowed_token_ids, banned, vocab_size)
+
+
+@lru_cache(maxsize=128)
+def _bits(allowed: frozenset[int] | None, banned: frozenset[int], vocab_size: int) -> UInt32:
+    """Bit v of word v // 32 = token v may be drawn. Ids outside the vocabulary are nobody's bits."""
+    flags = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+    if allowed is None:
+        flags[:vocab_size] = 1
+    else:
+        flags[[token for token in allowed if 0 <= token < vocab_size]] = 1
+    flags[[token for token in banned if 0 <= token < vocab_size]] = 0
+    bits = np.packbits(flags, bitorder="little").view("<u4").astype(np.uint32)
+    bits.flags.writeable = False
+    return bits
+
+
+def _reset(request: Request) -> SeatReset:
+    prompt, output = request.tokens[: request.prompt_len], request.tokens[request.prompt_len :]
+    return SeatReset(request.seat, np.array(prompt, np.int32), np.array(output, np.int32))

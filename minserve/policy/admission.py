@@ -1,0 +1,91 @@
+"""Whether a submission is let into the queue at all: decided before any work is spent, so that nothing waits for ever.
+
+Pure: sizes and loads in, a verdict out. It must not know queues, clocks or HTTP.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from minserve.policy.limits import Limits
+from minserve.request import RequestError, Submission
+
+MIN_RETRY, MAX_RETRY = 1.0, 600.0  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a pool has before it. queued: requests; backlog_tokens: prompt and output tokens they may still take."""
+
+    queued: int
+    max_queue: int
+    backlog_tokens: int
+    tokens_per_second: float
+
+    @property
+    def wait_seconds(self) -> float:
+        """How long the backlog takes at the measured throughput; the least there is if none was measured yet."""
+        if self.tokens_per_second <= 0:
+            return MIN_RETRY
+        return min(MAX_RETRY, max(MIN_RETRY, self.backlog_tokens / self.tokens_per_second))
+
+
+@dataclass(frozen=True, slots=True)
+class Accept:
+    """It may wait; sooner or later it runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reject:
+    """It may not. retry_after: seconds, where trying again makes sense."""
+
+    status: int
+    code: str
+    message: str
+    retry_after: float | None = None
+
+    def error(self) -> RequestError:
+        param = "prompt" if self.status == 400 else None
+        return RequestError(self.message, status=self.status, code=self.code, param=param, retry_after=self.retry_after)
+
+
+def admit(submission: Submission, limits: Limits, load: Load, *, max_model_len: int | None = None) -> Accept | Reject:
+    """Refuse what can never run (400) and what would wait behind a full queue (503, with the time to come back)."""
+    refusal = never_fits(len(submission.prompt), limits, max_model_len)
+    if refusal is not None:
+        return refusal
+    if load.queued >= load.max_queue:
+        return Reject(
+            503,
+            "queue_full",
+            f"{load.queued} requests are waiting in the {submission.pool} pool, which takes no more than "
+            f"{load.max_queue}. Try again later.",
+            retry_after=load.wait_seconds,
+        )
+    return Accept()
+
+
+def never_fits(prompt_tokens: int, limits: Limits, max_model_len: int | None = None) -> Reject | None:
+    """A prompt needs room for one token after it, in the model's context and in all KV blocks together."""
+    if max_model_len is not None and prompt_tokens >= max_model_len:
+        return Reject(
+            400,
+            "context_length_exceeded",
+            f"This model's maximum context length is {max_model_len} tokens. However, your prompt has {prompt_tokens} "
+            "tokens and needs room for at least one more. Please reduce the length of the prompt.",
+        )
+    if prompt_tokens + 1 > limits.capacity:
+        context = limits.capacity if max_model_len is None else max_model_len
+        return Reject(
+            400,
+            "context_length_exceeded",
+            f"This model's maximum context length is {context} tokens. However, this server's KV cache holds "
+            f"{limits.capacity} tokens ({limits.num_blocks} blocks of {limits.block_size}), and your prompt has "
+            f"{prompt_tokens} tokens and needs room for at least one more. Please reduce the length of the prompt.",
+        )
+    return None
+
+
+def clamp_output(prompt_tokens: int, max_tokens: int, max_model_len: int) -> int:
+    """The output that fits behind the prompt: too large a wish is cut, not refused."""
+    return max(0, min(max_tokens, max_model_len - prompt_tokens))

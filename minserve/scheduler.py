@@ -1,0 +1,301 @@
+"""The only owner of requests and KV blocks: submit, plan, commit, finish. Knows token ids, never text.
+
+`plan` asks the policy what the next step computes and makes room for it; `commit` takes the tokens that came out;
+`finish` ends a request in whatever state it is. Everything is called on one thread, between steps. It must not know
+arrays, clocks or how tokens are computed.
+
+A request is in one of three places: in line, beside the line until its leader has computed their common prompt
+(`waiting.py`), or running: then it has a seat and blocks (`cache.py`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, repeat
+
+from minserve.batch import ChunkResult, StepResult
+from minserve.cache import Cache
+from minserve.policy.admission import never_fits
+from minserve.policy.schedule import Limits, PlanFunction, plan_step
+from minserve.request import (
+    Chunk,
+    FinishReason,
+    Pool,
+    Request,
+    RequestError,
+    StepPlan,
+    Submission,
+    TokenEvent,
+    TokenLogprob,
+    Usage,
+)
+from minserve.views import Views
+from minserve.waiting import Waiting
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """A snapshot for observers: requests per pool, blocks, prompt tokens looked up and found in the prefix index."""
+
+    running: Mapping[Pool, int]
+    waiting: Mapping[Pool, int]
+    blocks_total: int
+    blocks_free: int
+    blocks_cached: int
+    prefix_queries: int
+    prefix_hits: int
+
+
+class Scheduler:
+    """limits may be replaced between steps. requests: all live ones by id, waiting ones too; read only."""
+
+    def __init__(
+        self, limits: Limits, *, weights_id: bytes, prefix_caching: bool = True, plan: PlanFunction = plan_step
+    ) -> None:
+        self.limits = limits
+        self.requests: dict[str, Request] = {}
+        self._running: dict[str, Request] = {}
+        self._waiting = Waiting()
+        self._cache = Cache(limits.num_blocks, limits.block_size, weights_id, prefix_caching=prefix_caching)
+        self._policy = plan
+        self._step = 0
+
+    # -- requests come
+
+    def submit(self, submission: Submission, seed: int, now: float) -> tuple[Request, ...]:
+        """Queue n requests "id#choice" of one prompt. RequestError if it can never fit; nothing is kept then."""
+        refusal = never_fits(len(submission.prompt), self.limits)
+        if refusal is not None:
+            raise refusal.error()
+        requests = tuple(self._request(submission, choice, seed, now) for choice in range(submission.n))
+        for request in requests:
+            self.requests[request.id] = request
+            self._cache.open(request)
+        self._waiting.add_group(requests)
+        return requests
+
+    def _request(self, submission: Submission, choice: int, seed: int, now: float) -> Request:
+        return Request(
+            id=f"{submission.id}#{choice}",
+            group=submission.id,
+            choice=choice,
+            pool=submission.pool,
+            priority=submission.priority,
+            prompt_len=len(submission.prompt),
+            tokens=list(submission.prompt),
+            params=submission.params,
+            seed=seed,
+            arrival=now,
+            salt=submission.salt,
+            since=self._step,
+        )
+
+    # -- plan
+
+    def plan(self) -> StepPlan:
+        """Decide the next step and make room for it: afterwards blocks and seats are taken, victims are back in line.
+
+        Every plan must be followed by `commit` or `fail`, one without chunks by `commit` of an empty result.
+        """
+        for request in self._running.values():
+            if request.known - request.computed > 1:
+                self._cache.jump(request)
+        plan = self._ask()
+        self._step += 1
+        self._apply(plan)
+        return plan
+
+    def _ask(self) -> StepPlan:
+        """The policy's plan. Where two admissions would compute the same block, the later one waits: ask again."""
+        views = Views(self._cache, self._waiting, self._step)
+        frontier = views.frontier(self._running.values())
+        running = views.running(self._running.values())
+        waiting = views.window(frontier, max(0, self.limits.max_seqs - len(running)))
+        while True:
+            plan = self._policy(self._step, running, waiting, self._cache.blocks.available, self.limits)
+            admitted = [self.requests[view.id] for view in waiting if view.id in set(plan.admitted)]
+            rivals = views.rivals(admitted, frontier)
+            if not rivals:
+                break
+            waiting = [replace(view, blocked=True) if view.id in rivals else view for view in waiting]
+        waits = Counter(plan.waits)
+        waits["queue"] += sum(map(self._waiting.in_line, Pool)) - len(waiting)
+        waits["group"] += sum(map(self._waiting.beside, Pool)) - (len(plan.admitted) - len(admitted))
+        return replace(plan, waits=dict(+waits))
+
+    def _apply(self, plan: StepPlan) -> None:
+        for request_id in plan.skipped:
+            self.requests[request_id].skips += 1
+        for request_id in plan.preempted:
+            self._preempt(self.requests[request_id])
+        forks = {fork: chunk.request_id for chunk in plan.chunks for fork in chunk.forks}
+        for request_id in plan.admitted:
+            request = self.requests[request_id]
+            self._waiting.take(request)
+            self._running[request_id] = request
+            if request_id not in forks:  # found blocks are held before anything is allocated, which could evict them
+                self._cache.seat(request)
+                request.skips = 0
+        for chunk in plan.chunks:
+            self._cache.grow(self.requests[chunk.request_id], chunk.start + chunk.count)
+        for fork, leader in forks.items():
+            self._cache.fork(self.requests[leader], self.requests[fork])
+
+    def _preempt(self, request: Request) -> None:
+        """Back into line; it finds its own blocks again unless they are evicted by then."""
+        del self._running[request.id]
+        self._cache.release(request)
+        request.preemptions += 1
+        self._waiting.add(request)
+
+    def copies(self) -> tuple[tuple[int, int], ...]:
+        """(source, target) blocks that the coming batch must copy before it computes. Cleared by reading."""
+        return self._cache.copies()
+
+    # -- commit
+
+    def commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
+        """Take what a step computed. Requests that ended meanwhile are passed over.
+
+        Returns one event per accepted token, and one for each request that ends without.
+        """
+        events: list[TokenEvent] = []
+        for chunk, outcome in zip(plan.chunks, result.chunks, strict=True):
+            leader = self.requests.get(chunk.request_id)
+            if leader is not None:
+                self._score(leader, outcome)
+            logprobs = outcome.fork_logprobs or repeat(None)
+            for fork_id, token, logprob in zip(chunk.forks, outcome.fork_tokens, logprobs, strict=False):
+                if fork_id in self.requests:
+                    self._start_fork(self.requests[fork_id], token, logprob, events)
+            if leader is not None:
+                self._advance(leader, chunk, outcome, events)
+        self._cache.step_done(ran=bool(plan.chunks))
+        ends = (self.finish(request_id, FinishReason.LENGTH) for request_id in plan.exhausted)
+        return events + [event for event in ends if event is not None]
+
+    def _score(self, request: Request, outcome: ChunkResult) -> None:
+        scores = self._waiting.groups[request.group].scores
+        scores += outcome.scored
+        request.scored = len(scores)
+
+    def _start_fork(self, fork: Request, token: int, logprob: TokenLogprob | None, events: list[TokenEvent]) -> None:
+        """The leader's prompt is the fork's: shared blocks, and a copy of the last rows made before the next step."""
+        fork.computed = fork.cached = fork.prompt_len
+        fork.scored = len(self._waiting.groups[fork.group].scores)
+        self._accept(fork, (token,), (logprob,), events)
+
+    def _advance(self, request: Request, chunk: Chunk, outcome: ChunkResult, events: list[TokenEvent]) -> None:
+        request.computed = chunk.start + chunk.count
+        if chunk.samples:
+            request.computed -= len(chunk.draft) - (len(outcome.tokens) - 1)  # rows of rejected drafts
+            self._waiting.stop_leading(request)
+            self._accept(request, outcome.tokens, outcome.logprobs, events)
+            return
+        self._cache.advance(request)
+        if request.computed >= request.limit:  # no output is wanted, at most the prompt's log probabilities
+            scores = self._scores(request)
+            events.append(replace(self._end(request, FinishReason.LENGTH), prompt_logprobs=scores))
+
+    def _accept(
+        self,
+        request: Request,
+        tokens: Sequence[int],
+        logprobs: Sequence[TokenLogprob | None],
+        events: list[TokenEvent],
+    ) -> None:
+        """Append tokens up to the one that ends the request, and put full blocks into the index."""
+        finish = None
+        for token, logprob in zip(tokens, chain(logprobs, repeat(None)), strict=False):
+            if token < 0:
+                events.append(self._end(request, FinishReason.ERROR, no_valid_token()))
+                return
+            request.tokens.append(token)
+            finish = _finish_reason(request, token)
+            index = request.output_len - 1
+            usage = None if finish is None else _usage(request)
+            scores = self._scores(request) if index == 0 else ()
+            events.append(TokenEvent(request.id, index, token, logprob, finish, None, usage, scores))
+            if finish is not None:
+                break
+        request.computed = min(request.computed, request.known - 1)
+        self._cache.advance(request)
+        if finish is not None:
+            self._end(request, finish)
+
+    def _scores(self, request: Request) -> tuple[TokenLogprob, ...]:
+        """Log probabilities of the prompt, for who asked: delivered once, with the first token."""
+        return tuple(self._waiting.groups[request.group].scores) if request.params.prompt_logprobs is not None else ()
+
+    # -- requests go
+
+    def fail(self, plan: StepPlan, error: RequestError) -> list[TokenEvent]:
+        """A step that raised ends exactly the requests it computed, forks included."""
+        ids = [request_id for chunk in plan.chunks for request_id in (chunk.request_id, *chunk.forks)]
+        events = [self.finish(request_id, FinishReason.ERROR, error) for request_id in ids]
+        self._cache.step_failed(self.requests)
+        return [event for event in events if event is not None]
+
+    def finish(self, request_id: str, reason: FinishReason, error: RequestError | None = None) -> TokenEvent | None:
+        """End a request in whatever state it is: stop strings, aborts, timeouts. None if it has ended already."""
+        request = self.requests.get(request_id)
+        return None if request is None else self._end(request, reason, error)
+
+    def _end(self, request: Request, reason: FinishReason, error: RequestError | None = None) -> TokenEvent:
+        """The one way out: seat, blocks and place in line are given back."""
+        request.finish = reason
+        del self.requests[request.id]
+        if request.seat >= 0:
+            del self._running[request.id]
+            self._cache.release(request)
+        else:
+            self._waiting.take(request)
+        event = TokenEvent(request.id, request.output_len, -1, finish=reason, error=error, usage=_usage(request))
+        self._waiting.leave(request)
+        self._cache.close(request)
+        return event
+
+    # -- for observers and tests
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.requests)
+
+    def counts(self) -> Counts:
+        running = Counter(request.pool for request in self._running.values())
+        blocks = self._cache.blocks
+        return Counts(
+            running={pool: running[pool] for pool in Pool},
+            waiting={pool: self._waiting.in_line(pool) + self._waiting.beside(pool) for pool in Pool},
+            blocks_total=blocks.total,
+            blocks_free=blocks.free,
+            blocks_cached=blocks.cached,
+            prefix_queries=self._cache.queries,
+            prefix_hits=self._cache.hits,
+        )
+
+    def check(self) -> None:
+        """The invariant of blocks, seats and lines; AssertionError says what is wrong."""
+        self._cache.check(self._running.values())
+        self._waiting.check(request for request in self.requests.values() if request.id not in self._running)
+        for request in self.requests.values():
+            idle = request.seat < 0 and not request.blocks and request.computed == 0
+            assert (request.id in self._running) != idle, f"{request.id}: neither running nor waiting"
+            assert request.finish is None, f"{request.id} has ended"
+
+
+def _finish_reason(request: Request, token: int) -> FinishReason | None:
+    params = request.params
+    if token in params.stop_token_ids and request.output_len > params.min_tokens:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if request.output_len >= params.max_tokens else None
+
+
+def _usage(request: Request) -> Usage:
+    return Usage(request.prompt_len, request.cached, request.output_len)
+
+
+def no_valid_token() -> RequestError:
+    return RequestError("The model left no token that may come next.", status=500, code="no_valid_token")

@@ -1,0 +1,122 @@
+"""What a policy gets to see: a View of every running request and of the first ones that wait.
+
+Owns nothing; reads requests, the cache and the lines. It must not change any of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+
+from minserve.cache import Cache, unscored
+from minserve.policy.room import RANK
+from minserve.request import Pool, Request, View
+from minserve.waiting import Waiting
+
+WINDOW = 4  # requests of a pool that can be seen beyond the free seats
+
+Frontier = dict[bytes, int]  # key of a block that is being computed -> rank of the pool that does
+
+
+class Views:
+    def __init__(self, cache: Cache, waiting: Waiting, step: int) -> None:
+        self.cache = cache
+        self.waiting = waiting
+        self.step = step
+
+    def running(self, requests: Iterable[Request]) -> list[View]:
+        owned = self.cache.blocks.owned
+        return [
+            self._view(
+                request,
+                computed=request.computed,
+                blocks=len(request.blocks),
+                own_blocks=owned(request.blocks),
+            )
+            for request in requests
+        ]
+
+    def window(self, frontier: Frontier, free_seats: int) -> list[View]:
+        """The first of each line: as many as could be admitted, a few to pass them, and some of those who are blocked.
+
+        So a long queue costs a step no more than a short one.
+        """
+        views: list[View] = []
+        for pool in Pool:
+            most = WINDOW + free_seats
+            for request in islice(self.waiting.line(pool), 4 * most):
+                view = self._waiting(request, frontier)
+                views.append(view)
+                most -= not view.blocked
+                if not most:
+                    break
+        return views
+
+    def frontier(self, running: Iterable[Request]) -> Frontier:
+        """Blocks that prompts are about to fill."""
+        keys: Frontier = {}
+        for request in running:
+            if request.known - request.computed > 1:
+                self._claim(keys, request, request.computed // self.cache.size)
+        return keys
+
+    def rivals(self, admitted: Iterable[Request], frontier: Frontier) -> set[str]:
+        """Who of the admitted would compute the same block as another one: all but the first of each."""
+        keys, rivals = dict(frontier), set()
+        for request in admitted:
+            hit = self.cache.hit_blocks(request)
+            if not unscored(request) and self._is_claimed(keys, request, hit):
+                rivals.add(request.id)
+            else:
+                self._claim(keys, request, hit)
+        return rivals
+
+    def _claim(self, keys: Frontier, request: Request, blocks: int) -> None:
+        key = self.cache.next_key(request, blocks)
+        if key is not None:
+            keys[key] = min(RANK[request.pool], keys.get(key, RANK[request.pool]))
+
+    def _is_claimed(self, keys: Frontier, request: Request, blocks: int) -> bool:
+        """By its own pool or a higher one: nobody waits for a lower one."""
+        key = self.cache.next_key(request, blocks)
+        return key is not None and keys.get(key, len(RANK)) <= RANK[request.pool]
+
+    def _waiting(self, request: Request, frontier: Frontier) -> View:
+        hit = self.cache.hit_blocks(request)
+        return self._view(
+            request,
+            computed=hit * self.cache.size,
+            blocks=hit,
+            free_hits=self.cache.unheld(request, hit),
+            blocked=not unscored(request) and self._is_claimed(frontier, request, hit),
+        )
+
+    def _view(
+        self,
+        request: Request,
+        *,
+        computed: int,
+        blocks: int,
+        own_blocks: int = 0,
+        free_hits: int = 0,
+        blocked: bool = False,
+    ) -> View:
+        siblings = self.waiting.siblings(request)
+        return View(
+            id=request.id,
+            known=len(request.tokens),
+            computed=computed,
+            blocks=blocks,
+            own_blocks=own_blocks,
+            pool=request.pool,
+            priority=request.priority,
+            arrival=request.arrival,
+            age=self.step - request.since,
+            preemptions=request.preemptions,
+            limit=request.limit,
+            skips=request.skips,
+            free_hits=free_hits,
+            blocked=blocked,
+            forks=tuple(sibling.id for sibling in siblings) if siblings else (),
+            scored=(request.scored, request.prompt_len - 1) if unscored(request) else (0, 0),
+        )

@@ -1,0 +1,104 @@
+"""Requests that wait: a sorted line per pool, and the members of a group who wait for their leader.
+
+Owns the lines and the groups. It must not know blocks or plans.
+
+A group is what one submission asked for: n requests with the same prompt. One of them leads: it stands in line,
+computes the prompt and scores it if asked to. The others wait beside the line until they are forked from the leader's
+last prompt row. Once the leader is through, or gone, the next one who still waits leads.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from minserve.policy.room import AGE_STEPS
+from minserve.request import Pool, Request, TokenLogprob
+
+Key = tuple[float, float, str]
+
+
+@dataclass(slots=True)
+class Group:
+    """leader: id of the request that computes the prompt; None once nobody waits for it. scores: log probabilities of
+    the prompt's positions 1.., as far as they were computed."""
+
+    members: int
+    leader: str | None
+    siblings: list[Request] = field(default_factory=list)
+    scores: list[TokenLogprob] = field(default_factory=list)
+
+
+class Waiting:
+    def __init__(self) -> None:
+        self.groups: dict[str, Group] = {}
+        self._lines: dict[Pool, list[tuple[Key, Request]]] = {pool: [] for pool in Pool}
+
+    def add_group(self, requests: Sequence[Request]) -> None:
+        leader, *siblings = requests
+        self.groups[leader.group] = Group(len(requests), leader.id, siblings)
+        self.add(leader)
+
+    def add(self, request: Request) -> None:
+        """Into its place in line: the one it had before, if it was preempted."""
+        insort(self._lines[request.pool], (_key(request), request))
+
+    def take(self, request: Request) -> None:
+        """Out of the line, or from beside it."""
+        siblings = self.groups[request.group].siblings
+        if request in siblings:
+            siblings.remove(request)
+            return
+        line = self._lines[request.pool]
+        del line[bisect_left(line, (_key(request),))]
+
+    def line(self, pool: Pool) -> Iterator[Request]:
+        return (request for _, request in self._lines[pool])
+
+    def siblings(self, request: Request) -> Sequence[Request]:
+        """Who waits for this request."""
+        group = self.groups[request.group]
+        return group.siblings if group.leader == request.id else ()
+
+    def stop_leading(self, request: Request) -> None:
+        """The prompt is computed, or the leader is gone: the next sibling leads, and goes on with the scores."""
+        group = self.groups[request.group]
+        if group.leader != request.id:
+            return
+        group.leader = None
+        if group.siblings:
+            heir = group.siblings.pop(0)
+            heir.scored = len(group.scores)
+            group.leader = heir.id
+            self.add(heir)
+
+    def leave(self, request: Request) -> None:
+        """The request ended and no longer waits."""
+        self.stop_leading(request)
+        group = self.groups[request.group]
+        group.members -= 1
+        if group.members == 0:
+            del self.groups[request.group]
+
+    def in_line(self, pool: Pool) -> int:
+        return len(self._lines[pool])
+
+    def beside(self, pool: Pool) -> int:
+        """How many wait for their leader."""
+        return sum(sibling.pool is pool for group in self.groups.values() for sibling in group.siblings)
+
+    def check(self, waiting: Iterable[Request]) -> None:
+        """The invariant: each of these is in line or beside it, once, and nobody else is."""
+        placed = [request.id for pool in Pool for request in self.line(pool)]
+        for name, group in self.groups.items():
+            placed += [sibling.id for sibling in group.siblings]
+            assert group.leader is not None or not group.siblings, f"{name}: siblings wait for nobody"
+        assert sorted(placed) == sorted(request.id for request in waiting), f"in line or beside it: {placed}"
+        for line in self._lines.values():
+            assert line == sorted(line), "a line is out of order"
+
+
+def _key(request: Request) -> Key:
+    """Sorts as `policy.room.order` does: age grows alike for all, so the order never changes."""
+    return request.priority * AGE_STEPS + request.since, request.arrival, request.id
