@@ -245,7 +245,7 @@ def test_copies_come_before_anything_is_computed() -> None:
     assert seen == [[-10.0, -12.0, -12.0, -13.0, -11.0, -15.0]]
 
 
-# bug: 12
+# bug: 12, 44
 @pytest.mark.parametrize("value", [-1, 10**6])
 @pytest.mark.parametrize(
     "field", ["token_ids", "positions", "slots", "block_tables", "logit_rows", "copies", "resets", "bias"]

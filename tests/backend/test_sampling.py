@@ -164,8 +164,7 @@ def test_bias_is_added_after_penalties_and_cannot_unmask() -> None:
     assert tokens([[0, 1, 2]], bias=[{0: 50.0, 1: 10.0}], mask=allow(3, [1, 2])) == [1]
 
 
-# bug: 12
-# bug: 37
+# bug: 12, 37
 @pytest.mark.parametrize("token", [-1, 8, 99999999])
 def test_ids_outside_the_vocabulary_are_an_error_and_touch_nothing(token: int) -> None:
     seats = Seats(8)
