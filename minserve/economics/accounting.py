@@ -12,94 +12,37 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
-from minserve.config import AccountConfig, Config, LimitConfig
-from minserve.economics import history
+from minserve.config import AccountConfig, Config
 from minserve.economics.alerts import Alert, Alerts, Send
 from minserve.economics.clock import SteadyClock
+from minserve.economics.device import DeviceHours
+from minserve.economics.history import reset_statement
 from minserve.economics.keys import Identity, Keyring
 from minserve.economics.ledger import Ledger
-from minserve.economics.limits import Limit, Limiter, Payer, Scope, Ticket, rate_headers
-from minserve.economics.loops import LIFE, Repeats, Runs
+from minserve.economics.limits import Limiter, Scope, Ticket, rate_headers
+from minserve.economics.loops import Repeats, Runs
+from minserve.economics.payers import SERVER, Payers
 from minserve.economics.prices import Prices, money, nano
+from minserve.economics.reservation import Admission, Reservation
+from minserve.economics.restore import restore
 from minserve.economics.rows import REFUSED, Row
 from minserve.economics.schema import FolderLock, LedgerError
 from minserve.economics.settlement import Settlement
 from minserve.economics.spend import PromptDrift, SpendAlerts
-from minserve.economics.tokens import MAX_TTL_S, PageTokens, server_secret
-from minserve.economics.windows import ZERO, Amount, Period
-from minserve.request import Pool, RequestError
+from minserve.economics.tokens import PageTokens, server_secret
+from minserve.economics.windows import ZERO, Amount
+from minserve.request import RequestError, RequestOutcome, StepRecord
 
 log = logging.getLogger("minserve.accounting")
 
-SERVER = Scope("server")
+__all__ = ["Accounting", "Admission", "Reservation"]
+
 OnRow = Callable[[Row], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Admission:
-    """A call as far as it is known: everything when it asks for a reservation, less when it is refused before.
-
-    prompt_tokens: over all prompts. max_tokens: of one choice; choices: n times the number of prompts. digest: of the
-    prompts (`prompt_digest`), for the repeat detector. degraded: what was done to it under load, "" for nothing.
-    started: time.monotonic() of its arrival, for the row's total_ms.
-    """
-
-    id: str
-    identity: Identity | None
-    endpoint: str = ""
-    model: str = ""
-    pool: Pool = Pool.INTERACTIVE
-    prompt_tokens: int = 0
-    max_tokens: int = 0
-    choices: int = 1
-    digest: bytes | None = None
-    degraded: str = ""
-    started: float | None = None
-
-
-class Reservation:
-    """What a call may use at most. `settle` once it has ended, however it ended; later calls of it do nothing."""
-
-    __slots__ = ("_accounting", "_started", "_ticket", "row")
-
-    def __init__(self, accounting: Accounting, row: Row, ticket: Ticket, started: float) -> None:
-        self._accounting = accounting
-        self._ticket: Ticket | None = ticket
-        self._started = started
-        self.row = row
-
-    @property
-    def settled(self) -> bool:
-        return self._ticket is None
-
-    @property
-    def cost(self) -> int:
-        """Billionths of the currency: reserved until settled, then what it really was."""
-        return self.row.cost if self.settled else self.row.reserved
-
-    def headers(self) -> dict[str, str]:
-        """The call's cost, once it is known."""
-        return {"x-minserve-cost": money(self.row.cost)} if self.settled else {}
-
-    def cancel(self) -> None:
-        """Give everything back without a row: the call was refused after all."""
-        if self._ticket is not None:
-            ticket, self._ticket = self._ticket, None
-            self._accounting.release(self.row, ticket, ZERO)
-
-    def settle(self, settlement: Settlement) -> bool:
-        """Count what was really used, give the rest back, write the row. False if that was done before."""
-        if self._ticket is None:
-            return False
-        ticket, self._ticket = self._ticket, None
-        self.row = self._accounting.settle(self.row, ticket, settlement, self._started)
-        return True
 
 
 class Accounting:
@@ -128,15 +71,16 @@ class Accounting:
         self._runs = Runs(self.limiter, config.loops.run_idle_s)
         self._repeats = Repeats(config.loops)
         self._drift = PromptDrift(self.alerts, ratio=config.alerts.drift_ratio, least=config.alerts.drift_min_requests)
-        self._user_limits = {name: _limits(user.limits) for name, user in config.users.items()}
-        self._account_limits: dict[int, tuple[tuple[Limit, ...], tuple[Limit, ...]]] = {}
-        for account in (config.local, *config.keys.values()):
-            self._account_limits[id(account)] = _limits(account.limits), _limits(account.end_user_limits)
-        self._server_limits, self._spend = self._server_spend()
+        self.payers = Payers(config, self._runs)
+        self._spend = self._watch_spend()
         self._open_cost = 0
         self._next_seq = 0
+        self._device = DeviceHours(ledger.execute, self.clock) if ledger else None
         if ledger is not None:
-            self._restore(ledger)
+            now = self.clock()
+            restore(ledger.database, self.limiter, self.payers, self._runs, self._drift, now, config.loops.run_idle_s)
+            if self._spend is not None:
+                self._spend.restore(self._spent(now))
 
     @classmethod
     def open(
@@ -165,10 +109,17 @@ class Accounting:
     async def close(self) -> None:
         """Write what is left, then let another server have the data folder. Idempotent."""
         await self.alerts.close()
-        if self.ledger is not None:
+        if self.ledger is not None and self._device is not None:
+            self._device.write()
             await self.ledger.close()
+            self._device = None
         if self.lock is not None:
             self.lock.release()
+
+    def observe(self, record: StepRecord | RequestOutcome) -> None:
+        """An engine's observer: how the device's paid time is spent."""
+        if self._device is not None and isinstance(record, StepRecord):
+            self._device.step(record)
 
     def identify(self, authorization: str | None, origin: str | None = None) -> Identity:
         return self.keys.identify(authorization, origin, now=self.clock())
@@ -191,13 +142,13 @@ class Accounting:
         self._check_price(identity.account, cost)
         amount = Amount(1, admission.prompt_tokens + completion, cost)
         try:
-            ticket = self.limiter.take(self.payers(identity, now), amount, now)
+            ticket = self.limiter.take(self.payers.of(identity, now), amount, now)
         except RequestError as error:
             if error.code == "server_budget_exceeded" and self._spend is not None:
                 self._spend.exhausted(self._spent(now), now)
             raise
         self._open_cost += cost
-        row = self._row(admission, now)
+        row = admission.row(self._number(), now)
         row.reserved = cost
         reservation = Reservation(self, row, ticket, started)
         await self._commit(reservation)
@@ -249,7 +200,7 @@ class Accounting:
         self._record(admission, Settlement(finish="static", status=200))
 
     def _record(self, admission: Admission, end: Settlement) -> None:
-        row = self._row(admission, self.clock())
+        row = admission.row(self._number(), self.clock())
         total = None if admission.started is None else (time.monotonic() - admission.started) * 1e3
         self._finished(msgspec.structs.replace(row, total_ms=total, **end.columns()), admission.identity is not None)
 
@@ -262,67 +213,21 @@ class Accounting:
             except Exception:  # an observer's fault must not cost a client its answer
                 log.exception("an observer of the ledger failed")
 
-    def _row(self, admission: Admission, now: float) -> Row:
-        identity = admission.identity
-        row = Row(
-            seq=self._number(),
-            time=now,
-            id=admission.id,
-            pool=admission.pool.value,
-            model=admission.model,
-            endpoint=admission.endpoint,
-            asked_prompt=admission.prompt_tokens,
-            max_tokens=admission.max_tokens * admission.choices,
-            choices=admission.choices,
-            degraded=admission.degraded,
-        )
-        if identity is not None:
-            row.key, row.user, row.end_user = identity.key, identity.user, identity.end_user
-            row.feature, row.run = identity.feature, identity.run
-            row.run_calls, row.run_cost = identity.run_calls, identity.run_cost
-            row.token = identity.token.id if identity.token else ""
-        return row
-
     def _number(self) -> int:
         if self.ledger is not None:
             return self.ledger.number()
         self._next_seq += 1
         return self._next_seq
 
-    # -- who pays
-
-    def payers(self, identity: Identity, now: float) -> list[Payer]:
-        """Every scope that a call of `identity` counts against. RequestError 400 if it must name a run."""
-        own, per_end_user = self._account_limits[id(identity.account)]
-        payers = [
-            Payer(SERVER, self._server_limits),
-            Payer(Scope("key", (identity.key,)), own),
-            Payer(Scope("user", (identity.user,)), self._user_limits.get(identity.user, ())),
-            Payer(Scope("end_user", (identity.key, identity.end_user)), per_end_user),
-        ]
-        if identity.token is not None:
-            cap = Limit(LIFE, tokens=identity.token.max_tokens)
-            payers.append(Payer(Scope("token", (identity.token.id,)), (cap,), until=identity.token.expires))
-        if (run := self._runs.payer(identity, now)) is not None:
-            payers.append(run)
-        return [payer for payer in payers if payer.limits]
-
     def headers(self, identity: Identity) -> dict[str, str]:
         """`x-ratelimit-*` for a reply to `identity`."""
-        now = self.clock()
-        own, per_end_user = self._account_limits[id(identity.account)]
-        payers = (
-            Payer(Scope("key", (identity.key,)), own),
-            Payer(Scope("user", (identity.user,)), self._user_limits.get(identity.user, ())),
-            Payer(Scope("end_user", (identity.key, identity.end_user)), per_end_user),
-        )
-        return rate_headers(self.limiter, payers, now)
+        return rate_headers(self.limiter, self.payers.shown(identity), self.clock())
 
     def reset(self, scope: Scope) -> None:
         """An operator forgives: the scope's counters start again at zero, also after a restart."""
         self.limiter.forget(scope)
         if self.ledger is not None:
-            self.ledger.execute(*history.reset_statement(scope, self.clock()))
+            self.ledger.execute(*reset_statement(scope, self.clock()))
 
     def _check_price(self, account: AccountConfig, cost: int) -> None:
         if account.max_call_cost is not None and cost > nano(account.max_call_cost):
@@ -340,45 +245,16 @@ class Accounting:
 
     # -- the server's own limit
 
-    def _server_spend(self) -> tuple[tuple[Limit, ...], SpendAlerts | None]:
-        spend = self.config.spend
-        if spend.limit is None:
-            return (), None
-        period = Period(spend.period, spend.rolling)
-        limit = nano(spend.limit)
-        watch = SpendAlerts(self.alerts, limit, spend.alert_at, self.prices.currency, str(period))
-        return (Limit(period, cost=limit),), watch
+    def _watch_spend(self) -> SpendAlerts | None:
+        limit = self.payers.server
+        if limit is None:
+            return None
+        return SpendAlerts(
+            self.alerts, limit.cost or 0, self.config.spend.alert_at, self.prices.currency, str(limit.period)
+        )
 
     def _spent(self, now: float) -> int:
         """Settled money of the server's window: what is counted less what is only reserved."""
-        return max(0, self.limiter.used(SERVER, self._server_limits[0].period, now).cost - self._open_cost)
-
-    # -- after a restart
-
-    def _restore(self, ledger: Ledger) -> None:
-        now = self.clock()
-        periods: dict[str, set[Period]] = {"server": {limit.period for limit in self._server_limits}}
-        for own, per_end_user in self._account_limits.values():
-            periods.setdefault("key", set()).update(limit.period for limit in own)
-            periods.setdefault("end_user", set()).update(limit.period for limit in per_end_user)
-        periods["user"] = {limit.period for limits in self._user_limits.values() for limit in limits}
-        for kind, found in periods.items():
-            for period in found:
-                for scope, bucket, amount in history.usage(ledger.database, kind, period, now):
-                    self.limiter.counter(scope, period).restore(bucket, amount)
-        for scope, bucket, amount in history.usage(ledger.database, "token", LIFE, now, now - MAX_TTL_S):
-            self.limiter.restore_life(scope, LIFE, bucket, amount, now + MAX_TTL_S)
-        idle = self.config.loops.run_idle_s
-        for run in history.runs(ledger.database, now - idle):
-            scope = Scope("run", (run.key, run.run))
-            self.limiter.restore_life(scope, LIFE, 0, run.used, run.last + idle)
-            if run.declared != (None, None):
-                self._runs.restore(run.key, run.run, run.declared)
-        for feature, hour, calls, tokens in history.prompt_lengths(ledger.database, now - 7 * 86400):
-            self._drift.restore(feature, hour, calls, tokens)
-        if self._spend is not None:
-            self._spend.restore(self._spent(now))
-
-
-def _limits(configs: Sequence[LimitConfig]) -> tuple[Limit, ...]:
-    return tuple(Limit.of(config) for config in configs)
+        limit = self.payers.server
+        assert limit is not None
+        return max(0, self.limiter.used(SERVER, limit.period, now).cost - self._open_cost)

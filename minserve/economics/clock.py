@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 # A ledger whose last row lies further ahead than this was written under a wrong clock; its time is not continued.
-_BELIEVABLE_S = 86400.0
+BELIEVABLE_S = 86400.0
 
 
 class SteadyClock:
@@ -31,7 +31,7 @@ class SteadyClock:
         self._wall = wall
         self._monotonic = monotonic
         now = wall()
-        self._last = floor if now < floor <= now + _BELIEVABLE_S else now
+        self._last = floor if now < floor <= now + BELIEVABLE_S else now
         self._last_monotonic = monotonic()
 
     def __call__(self) -> float:

@@ -1,7 +1,8 @@
 """What the ledger remembers of budgets: counters are rebuilt from it at start, so a restart forgives nothing.
 
 Owns the queries that turn rows back into counters. Reads only. A call counts as one if it is open or
-processed anything; so refused calls, and admitted ones that failed before any work, do not.
+processed anything; so refused calls, and admitted ones that failed before any work, do not. Rows from a far future were
+written under a wrong clock and do not count.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import sqlite3
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from minserve.economics.clock import BELIEVABLE_S
 from minserve.economics.limits import Scope
 from minserve.economics.rows import OPEN
 from minserve.economics.windows import Amount, Period
@@ -45,7 +47,7 @@ def usage(
     }
     since = period.since(now) if since is None else since
     for name, time in ((None, since), *resets.items()):
-        where, values = ["time >= ?"], [since]
+        where, values = ["time BETWEEN ? AND ?"], [since, now + BELIEVABLE_S]
         if name is not None:
             where += ["time > ?", *(f"{column} = ?" for column in columns)]
             values += [time, *name]

@@ -45,11 +45,16 @@ class Prices:
 
     @classmethod
     def of(cls, config: PricesConfig) -> Prices:
-        """The configured prices; where one is missing and the device's cost is known, the derived one."""
+        """The configured prices; where one is missing and the device's cost is known, the derived one.
+
+        ValueError if a cached token would cost more than a computed one: a reservation would not cover it.
+        """
         derived = derive(config)
         prefill = config.prefill if config.prefill is not None else derived[0]
         cached = config.cached if config.cached is not None else prefill
         decode = config.decode if config.decode is not None else derived[1]
+        if cached > prefill:
+            raise ValueError(f"prices.cached ({cached:g}) is above the price of prefill ({prefill:g})")
         pico = [round(price * _PICO_PER_MILLION) for price in (prefill, cached, decode)]
         return cls(pico[0], pico[1], pico[2], config.currency)
 

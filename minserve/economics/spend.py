@@ -12,6 +12,7 @@ from minserve.economics.alerts import Alert, Alerts
 from minserve.economics.prices import money
 
 _HOURS = 7 * 24
+WEEK_S = _HOURS * 3600.0
 _MAX_FEATURES = 1000
 _REARM = 0.1  # a rolling window must fall this far below a threshold before it can alert again
 _AGAIN_HOURS = 24

@@ -1,0 +1,70 @@
+"""Who pays for a call: the server, its key, its user, its end user, its page token, its run; and with which caps.
+
+Owns the caps, made once from the configuration. It must not count anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from minserve.config import Config, LimitConfig, SpendConfig
+from minserve.economics.keys import Identity
+from minserve.economics.limits import Limit, Payer, Scope
+from minserve.economics.loops import LIFE, Runs
+from minserve.economics.prices import nano
+from minserve.economics.windows import Period
+
+SERVER = Scope("server")
+
+
+class Payers:
+    def __init__(self, config: Config, runs: Runs) -> None:
+        self.server = server_limit(config.spend)
+        accounts = {"": config.local, **config.keys}
+        self._keys = {name: _limits(account.limits) for name, account in accounts.items()}
+        self._end_users = {name: _limits(account.end_user_limits) for name, account in accounts.items()}
+        self._users = {name: _limits(user.limits) for name, user in config.users.items()}
+        self._runs = runs
+
+    def of(self, identity: Identity, now: float) -> list[Payer]:
+        """Every scope that a call of `identity` counts against. RequestError 400 if it must name a run."""
+        payers = self.shown(identity)
+        if self.server is not None:
+            payers.insert(0, Payer(SERVER, (self.server,)))
+        if identity.token is not None:
+            cap = Limit(LIFE, tokens=identity.token.max_tokens)
+            payers.append(Payer(Scope("token", (identity.token.id,)), (cap,), until=identity.token.expires))
+        if (run := self._runs.payer(identity, now)) is not None:
+            payers.append(run)
+        return payers
+
+    def shown(self, identity: Identity) -> list[Payer]:
+        """The scopes whose room a caller may see in rate-limit headers.
+
+        A call that names no end user counts as one end user without a name, so leaving it out dodges nothing.
+        """
+        payers = (
+            Payer(Scope("key", (identity.key,)), self._keys[identity.key]),
+            Payer(Scope("user", (identity.user,)), self._users.get(identity.user, ())),
+            Payer(Scope("end_user", (identity.key, identity.end_user)), self._end_users[identity.key]),
+        )
+        return [payer for payer in payers if payer.limits]
+
+    def periods(self) -> dict[str, set[Period]]:
+        """Which periods each kind of scope is counted in."""
+        tables = {"key": self._keys, "user": self._users, "end_user": self._end_users}
+        found = {
+            kind: {limit.period for limits in table.values() for limit in limits} for kind, table in tables.items()
+        }
+        found["server"] = {self.server.period} if self.server else set()
+        return found
+
+
+def server_limit(spend: SpendConfig) -> Limit | None:
+    if spend.limit is None:
+        return None
+    return Limit(Period(spend.period, spend.rolling), cost=nano(spend.limit))
+
+
+def _limits(configs: Sequence[LimitConfig]) -> tuple[Limit, ...]:
+    return tuple(Limit.of(config) for config in configs)

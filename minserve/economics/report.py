@@ -1,0 +1,164 @@
+"""`minserve cost`: the cost model of a ledger or a scenario, as a few lines that a decision can be made on, and a plot.
+
+Owns what the report says. It must not know the command line.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from minserve.config import LimitConfig, PricesConfig
+from minserve.economics.costs import DAYS, Ceiling, Device, Margin, Spread, ceilings
+from minserve.economics.plot import tail_plot
+from minserve.economics.prices import NANO, Prices
+from minserve.economics.queries import Filter
+from minserve.economics.scenario import Scenario
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """How much of the output that was asked for was used. asked, used: tokens; cut: share of calls ended by length."""
+
+    asked: int
+    used: int
+    cut: float
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """costs: per user and month. ceilings: tightest first. Optional parts are None where nothing is known of them."""
+
+    source: str
+    currency: str
+    costs: list[float]
+    spread: Spread
+    ceilings: list[Ceiling] = field(default_factory=list)
+    margin: Margin | None = None
+    lengths: Lengths | None = None
+    device: Device | None = None
+    device_hour: float | None = None
+
+    def lines(self) -> list[str]:
+        s, unit = self.spread, self.currency
+        out = [
+            f"{self.source}: {s.users} users, cost per user and month in {unit}",
+            f"  mean {s.mean:.4g}   p50 {s.p50:.4g}   p95 {s.p95:.4g}   p99 {s.p99:.4g}   max {s.most:.4g}",
+            f"  the dearest 1 % of users cause {s.top_share:.0%} of the cost",
+        ]
+        if self.margin is not None:
+            m = self.margin
+            out.append(
+                f"  at {m.price:g} {unit} a month: margin {m.per_user:.4g} per user ({m.share:.0%}); "
+                f"{m.losing:.1%} of users cost more than they pay"
+            )
+        out.append(self._worst())
+        if self.lengths is not None and self.lengths.asked:
+            out.append(
+                f"  of the output asked for, {self.lengths.used / self.lengths.asked:.0%} was used; "
+                f"{self.lengths.cut:.0%} of calls were cut at their maximum"
+            )
+        out += self._device_lines()
+        return out
+
+    def _worst(self) -> str:
+        if not self.ceilings:
+            return "  no cap bounds what one user can cost: set limits (requests, tokens or money) per user"
+        first = self.ceilings[0]
+        reached = sum(cost >= first.cost for cost in self.costs) / len(self.costs)
+        return (
+            f"  the worst case is bounded by {first.name}: at most {first.cost:.4g} {self.currency} per user and "
+            f"month, which {reached:.1%} of users reach"
+        )
+
+    def _device_lines(self) -> list[str]:
+        device = self.device
+        if device is None or not device.wall:
+            return []
+        out = [
+            f"  device: {device.wall / 3600:.1f} hours up, {device.busy_share:.0%} busy, "
+            f"{device.ideal / device.wall:.1%} of its peak"
+        ]
+        if self.device_hour is not None:
+            paid = self.device_hour * device.wall / 3600
+            prefill, decode = (("-" if p is None else f"{p:.4g}") for p in device.derived(self.device_hour))
+            out.append(
+                f"  it cost {paid:.4g} {self.currency}, {1 - device.busy_share:.0%} of that while idle; "
+                f"it is paid for at {prefill} per million prompt and {decode} per million output tokens"
+            )
+        return out
+
+    def plot(self) -> str:
+        """SVG."""
+        lines = {} if self.margin is None else {f"price {self.margin.price:g}": self.margin.price}
+        if self.ceilings:
+            lines[f"cap: {self.ceilings[0].name}"] = self.ceilings[0].cost
+        return tail_plot(self.costs, lines, title=f"Cost per user and month: {self.source}", unit=self.currency)
+
+
+def of_scenario(scenario: Scenario, name: str = "scenario") -> Report:
+    prices = Prices.of(scenario.prices)
+    costs = scenario.costs()
+    price = scenario.price_per_user
+    return Report(
+        name,
+        prices.currency,
+        costs,
+        Spread.of(costs),
+        ceilings(scenario.limits, prices, max_prompt=scenario.max_prompt, max_output=scenario.max_output),
+        None if price is None else Margin.of(costs, price),
+    )
+
+
+def of_ledger(
+    database: sqlite3.Connection,
+    chosen: Filter,
+    prices: PricesConfig,
+    *,
+    limits: Sequence[LimitConfig] = (),
+    max_prompt: int,
+    max_output: int,
+    price_per_user: float | None = None,
+) -> Report:
+    """What users (key, user and end user) cost, scaled from the time the rows span to a month.
+
+    ValueError if no row matches. Less than a day of rows counts as a day: an hour says little about a month.
+    """
+    where, values = chosen.where()
+    first, last = database.execute(f"SELECT MIN(time), MAX(time) FROM calls WHERE {where}", values).fetchone()
+    if first is None:
+        raise ValueError("the ledger has no rows that match")
+    scale = DAYS * 86400 / max(86400.0, last - first)
+    found = database.execute(f"SELECT SUM(cost) FROM calls WHERE {where} GROUP BY key, user, end_user", values)
+    costs = [cost / NANO * scale for (cost,) in found]
+    known = Prices.of(prices)
+    return Report(
+        "ledger",
+        known.currency,
+        costs,
+        Spread.of(costs),
+        ceilings(limits, known, max_prompt=max_prompt, max_output=max_output),
+        None if price_per_user is None else Margin.of(costs, price_per_user),
+        _lengths(database, where, values),
+        _device(database, chosen),
+        prices.device_hour,
+    )
+
+
+def _lengths(database: sqlite3.Connection, where: str, values: Sequence[object]) -> Lengths:
+    asked, used, cut, calls = database.execute(
+        "SELECT SUM(max_tokens), SUM(completion_tokens), SUM(finish = 'length'), COUNT(*) FROM calls"
+        f" WHERE {where} AND finish IN ('stop', 'length')",
+        values,
+    ).fetchone()
+    return Lengths(asked or 0, used or 0, (cut or 0) / calls if calls else 0.0)
+
+
+def _device(database: sqlite3.Connection, chosen: Filter) -> Device:
+    since, until = (int((bound or default) / 3600) for bound, default in ((chosen.since, 0.0), (chosen.until, 9e12)))
+    columns = ("wall_s", "busy_s", "ideal_s", "prefill_tokens", "decode_tokens", "prefill_s", "decode_s")
+    sums = ", ".join(f"COALESCE(SUM({column}), 0)" for column in columns)
+    return Device(
+        *database.execute(f"SELECT {sums} FROM device_hours WHERE hour BETWEEN ? AND ?", (since, until)).fetchone()
+    )

@@ -1,0 +1,103 @@
+"""Logging: one structured line per call, for people on a console or for machines as JSON; never any text of a prompt.
+
+Owns the set-up of structlog and which fields a call's line may have. Everything that logs through the standard library
+(aiohttp, the rooms of this project) comes out in the same form.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from typing import Literal, TextIO
+
+import structlog
+from structlog.typing import Processor
+
+# Names as LiteLLM's SpendLogs has them where they mean the same. What is not listed can't slip into a line.
+_FIELDS: dict[str, str] = {
+    "request_id": "id",
+    "api_key": "key",
+    "user": "user",
+    "end_user": "end_user",
+    "feature": "feature",
+    "run_id": "run",
+    "pool": "pool",
+    "model": "model",
+    "call_type": "endpoint",
+    "prompt_tokens": "prompt_tokens",
+    "cached_tokens": "cached_tokens",
+    "completion_tokens": "completion_tokens",
+    "max_tokens": "max_tokens",
+    "queue_ms": "queue_ms",
+    "ttft_ms": "ttft_ms",
+    "itl_p50_ms": "itl_p50_ms",
+    "itl_p99_ms": "itl_p99_ms",
+    "total_ms": "total_ms",
+    "finish_reason": "finish",
+    "status": "status",
+    "code": "code",
+    "degraded": "degraded",
+}
+_LONGEST = 128
+
+
+def setup(form: Literal["console", "json"] = "console", level: str = "info", stream: TextIO | None = None) -> None:
+    """Send every logger's lines to `stream` (default: standard error). May be called again."""
+    stream = stream or sys.stderr
+    shared: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.add_logger_name,
+        structlog.stdlib.ExtraAdder(),
+        structlog.processors.TimeStamper(fmt="iso", utc=form == "json"),
+    ]
+    render: list[Processor] = [structlog.stdlib.ProcessorFormatter.remove_processors_meta]
+    if form == "json":
+        render += [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(sort_keys=False)]
+    else:
+        # structlog's default would print the values of local variables, and among them prompts.
+        plain = structlog.dev.plain_traceback
+        render += [structlog.dev.ConsoleRenderer(colors=stream.isatty(), exception_formatter=plain)]
+    structlog.configure(
+        processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
+        cache_logger_on_first_use=False,
+    )
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(structlog.stdlib.ProcessorFormatter(foreign_pre_chain=shared, processors=render))
+    root = logging.getLogger()
+    for old in root.handlers[:]:
+        if isinstance(old.formatter, structlog.stdlib.ProcessorFormatter):
+            root.removeHandler(old)
+    root.addHandler(handler)
+    root.setLevel(level.upper())
+
+
+def request_line(row: Mapping[str, object]) -> dict[str, object]:
+    """The fields of a call's line from its ledger row: only listed ones, none empty, text cut and printable."""
+    line: dict[str, object] = {}
+    for name, column in _FIELDS.items():
+        value = row.get(column)
+        if value is None or value == "":
+            continue
+        line[name] = _clean(value) if isinstance(value, str) else round(value, 3) if isinstance(value, float) else value
+    cost = row.get("cost")
+    if isinstance(cost, int) and cost:
+        line["spend"] = cost / 1e9
+    return line
+
+
+def log_request(row: Mapping[str, object]) -> None:
+    """One line for a finished call; refused and failed ones are warnings."""
+    line = request_line(row)
+    status = row.get("status")
+    bad = isinstance(status, int) and status >= 500
+    structlog.stdlib.get_logger("minserve.request").log(logging.WARNING if bad else logging.INFO, "request", **line)
+
+
+def _clean(text: str) -> str:
+    """One line, no control characters: a client's label can't forge a line or move a terminal's cursor."""
+    shown = text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
+    return shown[:_LONGEST]
