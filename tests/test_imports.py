@@ -27,6 +27,7 @@ def room(layer: int, packages: str = "", rooms: str | None = None) -> Room:
 
 ROOMS = {
     "config": room(0, "msgspec", rooms=""),
+    "config_rules": room(0, rooms="config"),
     "request": room(0, rooms=""),
     "policy": room(1, rooms="request"),
     "blocks": room(1, rooms="request"),
