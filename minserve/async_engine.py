@@ -248,7 +248,7 @@ class AsyncEngine:
 
     async def _loop(self) -> None:
         try:
-            while self.failure is None:
+            while self.failure is None and self.state is not State.STOPPED:
                 if not self.engine.has_work:
                     self._wake.clear()
                     await self._wake.wait()
@@ -269,7 +269,8 @@ class AsyncEngine:
             return
         self._stepping = True
         try:
-            result = await asyncio.wait_for(self._worker.submit(step), self._step_timeout)
+            async with asyncio.timeout(self._step_timeout):
+                result = await self._worker.submit(step)
         except TimeoutError:
             log.error("step %d took longer than %.0f s", step.plan.step, self._step_timeout)
             self._give_up(f"A step took longer than {self._step_timeout:g} s; the engine has stopped.")

@@ -1,0 +1,240 @@
+"""The step loop: streams, aborts in every state, failures, deadlines, drain, and an event loop that stays free."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from minserve.async_engine import AsyncEngine, State, Stream
+from minserve.request import FinishReason, Pool, RequestError, Submission, TextDelta
+from tests.engines import submission, tiny
+
+PROMPT = [72, 101, 108, 108, 111, 44, 32, 119, 111, 114, 108, 100]
+
+
+class Delayed:
+    """A runner whose steps take at least so long, fail where told, or hang until released."""
+
+    def __init__(self, runner: Any, seconds: float = 0.0, fail: set[int] | None = None) -> None:
+        self._runner = runner
+        self.seconds = seconds
+        self.fail = fail or set()
+        self.spec = runner.spec
+
+    def run(self, plan: Any, batch: Any) -> Any:
+        time.sleep(self.seconds)
+        if plan.step in self.fail:
+            raise RuntimeError("boom")
+        return self._runner.run(plan, batch)
+
+    def ideal_seconds(self, batch: Any) -> float:
+        return 0.0
+
+    def close(self) -> None:
+        self._runner.close()
+
+
+@asynccontextmanager
+async def running(
+    seconds: float = 0.0, fail: set[int] | None = None, step_timeout: float = 10.0, max_queue: int = 64, **options: Any
+) -> AsyncIterator[AsyncEngine]:
+    engine = tiny(**options).engine
+    engine.runner = Delayed(engine.runner, seconds, fail)  # type: ignore[assignment]
+    serving = AsyncEngine(engine, max_queue=dict.fromkeys(Pool, max_queue), step_timeout=step_timeout)
+    await serving.start()
+    try:
+        yield serving
+    finally:
+        await serving.stop()
+        idle(serving)
+
+
+def idle(serving: AsyncEngine) -> None:
+    """Nothing is held: every block free, no request, no stream."""
+    serving.engine.scheduler.check()
+    status = serving.status()
+    assert status.blocks_free + status.blocks_cached == status.blocks_total
+    assert status.streams == 0
+    assert not any(status.running.values())
+    assert not any(status.waiting.values())
+
+
+async def read(stream: Stream) -> list[TextDelta]:
+    return [delta async for deltas in stream for delta in deltas]
+
+
+async def test_streams_of_many_submissions_get_what_they_would_get_alone() -> None:
+    async with running() as serving:
+        streams = [serving.submit(submission([i, *PROMPT], f"r{i}")) for i in range(6)]
+        together = await asyncio.gather(*(read(s) for s in streams))
+        alone = [await read(serving.submit(submission([i, *PROMPT], f"a{i}"))) for i in range(6)]
+    for a, b in zip(together, alone, strict=True):
+        assert [d.token_ids for d in a] == [d.token_ids for d in b]
+        assert a[-1].finish is FinishReason.LENGTH
+    assert all(len(s.outcomes) == 1 for s in streams)
+
+
+async def test_a_slow_reader_loses_nothing_and_holds_nobody() -> None:
+    async with running() as serving:
+        slow = serving.submit(submission(PROMPT, "slow"))
+        quick = await read(serving.submit(submission(PROMPT, "quick")))
+        await asyncio.sleep(0.05)
+        deltas = await read(slow)
+    assert "".join(d.text for d in deltas) == "".join(d.text for d in quick)
+
+
+# bug: 15
+# bug: 16
+# bug: 18
+async def test_random_aborts_in_every_state_leave_nothing_behind() -> None:
+    rng = random.Random(5)
+    async with running(seconds=0.001, num_blocks=24, max_num_batched_tokens=6) as serving:
+
+        async def client(i: int) -> None:
+            for round_ in range(6):
+                await asyncio.sleep(rng.random() * 0.02)
+                prompt = PROMPT[: rng.randint(1, 12)] * rng.randint(1, 3)
+                stream = serving.submit(submission(prompt, f"{i}.{round_}", n=rng.choice([1, 1, 3]), max_tokens=12))
+                if rng.random() < 0.6:
+                    await asyncio.sleep(rng.random() * 0.03)
+                    stream.close()
+                    stream.close()
+                await read(stream)
+                assert {o.finish for o in stream.outcomes} <= {
+                    FinishReason.LENGTH,
+                    FinishReason.STOP,
+                    FinishReason.ABORT,
+                }
+                assert len(stream.outcomes) == stream.submission.n
+
+        await asyncio.gather(*(client(i) for i in range(12)))
+        idle(serving)
+
+
+async def test_a_failed_step_is_isolated_and_the_next_request_works() -> None:
+    async with running(fail={1}) as serving:
+        failed = await read(serving.submit(submission(PROMPT, "a")))
+        assert failed[-1].error is not None
+        assert failed[-1].error.code == "engine_error"
+        assert serving.state is State.READY
+        good = await read(serving.submit(submission(PROMPT, "b")))
+        assert good[-1].finish is FinishReason.LENGTH
+
+
+async def test_two_failures_in_a_row_stop_the_engine_and_nobody_hangs() -> None:
+    async with running(fail={0, 1}, max_num_seqs=1) as serving:
+        streams = [serving.submit(submission(PROMPT, f"r{i}")) for i in range(4)]
+        ends = [(await read(s))[-1] for s in streams]
+        assert all(end.error is not None for end in ends)
+        assert serving.state is State.FAILED
+        with pytest.raises(RequestError, match="twice in a row") as error:
+            serving.submit(submission(PROMPT, "late"))
+        assert error.value.status == 503
+
+
+async def test_a_step_that_hangs_fails_the_engine_instead_of_the_clients_patience() -> None:
+    async with running(seconds=0.6, step_timeout=0.2) as serving:
+        (end,) = (await read(serving.submit(submission(PROMPT))))[-1:]
+        assert end.error is not None
+        assert end.error.code == "engine_failed"
+        assert serving.state is State.FAILED
+
+
+async def test_a_full_queue_refuses_with_a_time_to_come_back() -> None:
+    async with running(seconds=0.02, max_queue=2, max_num_seqs=1) as serving:
+        streams = [serving.submit(submission(PROMPT, "r0"))]
+        await asyncio.sleep(0.1)
+        streams += [serving.submit(submission(PROMPT, f"r{i}")) for i in (1, 2)]
+        with pytest.raises(RequestError) as error:
+            serving.submit(submission(PROMPT, "r3"))
+        assert (error.value.status, error.value.code) == (503, "queue_full")
+        assert error.value.retry_after is not None
+        serving.submit(submission(PROMPT, "bulk", pool=Pool.BULK)).close()  # the other pool has its own queue
+        await asyncio.gather(*(read(s) for s in streams))
+
+
+# bug: 22
+async def test_a_prompt_that_can_never_fit_is_refused_at_once() -> None:
+    async with running(num_blocks=8, block_size=4) as serving:
+        with pytest.raises(RequestError) as error:
+            serving.submit(submission([1] * 32))
+        assert error.value.code == "context_length_exceeded"
+        deltas = await read(serving.submit(submission([1] * 31, max_tokens=50)))
+        assert deltas[-1].finish is FinishReason.LENGTH
+
+
+def expiring(id: str, queue: float | None = None, total: float | None = None) -> Submission:
+    base = submission(PROMPT, id, max_tokens=100)
+    now = time.monotonic()
+    return Submission(
+        base.id,
+        base.prompt,
+        base.params,
+        queue_deadline=None if queue is None else now + queue,
+        deadline=None if total is None else now + total,
+    )
+
+
+async def test_ceilings_on_queue_time_and_total_time_hold() -> None:
+    async with running(seconds=0.01, max_num_seqs=1) as serving:
+        first = serving.submit(expiring("long", total=0.5))
+        waiting = serving.submit(expiring("waits", queue=0.1))
+        end = (await read(waiting))[-1]
+        assert end.error is not None
+        assert (end.error.status, end.error.code) == (503, "queue_timeout")
+        assert end.error.retry_after is not None
+        end = (await read(first))[-1]
+        assert end.error is not None
+        assert (end.error.status, end.error.code) == (504, "timeout")
+        assert first.outcomes[0].usage.completion > 0
+
+
+# bug: 63
+async def test_drain_finishes_what_runs_and_refuses_the_rest() -> None:
+    async with running(seconds=0.005) as serving:
+        stream = serving.submit(submission(PROMPT, "a"))
+        drain = asyncio.create_task(serving.drain(10))
+        await asyncio.sleep(0.01)
+        with pytest.raises(RequestError) as error:
+            serving.submit(submission(PROMPT, "b"))
+        assert error.value.code == "draining"
+        assert (await read(stream))[-1].finish is FinishReason.LENGTH
+        await drain
+
+
+async def test_drain_ends_what_is_left_after_its_limit_with_an_error() -> None:
+    async with running(seconds=0.01, max_num_seqs=1) as serving:
+        streams = [serving.submit(submission(PROMPT, f"r{i}", max_tokens=100)) for i in range(3)]
+        await asyncio.sleep(0.05)
+        await serving.drain(0.05)
+        for stream in streams:
+            end = (await read(stream))[-1]
+            assert end.error is not None
+            assert (end.error.status, end.error.code) == (503, "shutting_down")
+
+
+async def test_stop_without_drain_wakes_every_reader() -> None:
+    async with running(seconds=0.01) as serving:
+        stream = serving.submit(submission(PROMPT, max_tokens=100))
+        reader = asyncio.create_task(read(stream))
+        await asyncio.sleep(0.05)
+        await serving.stop()
+        assert (await reader)[-1].error is not None
+
+
+async def test_the_event_loop_stays_free_while_a_step_runs() -> None:
+    async with running(seconds=0.15) as serving:
+        stream = serving.submit(submission(PROMPT, max_tokens=4))
+        reader = asyncio.create_task(read(stream))
+        late = 0.0
+        while not reader.done():
+            before = time.perf_counter()
+            await asyncio.sleep(0.002)
+            late = max(late, time.perf_counter() - before)
+        assert late < 0.1
