@@ -1,0 +1,102 @@
+"""What a client is told when something goes wrong: one body shape, one place that maps causes to statuses.
+
+Owns OpenAI's error object and the headers that steer an SDK's retries. It must not know routes or the engine. Nothing
+of the request's text is repeated in a message, and values are cut short.
+"""
+
+from __future__ import annotations
+
+import math
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from minserve.request import RequestError
+
+_SHOWN_CHARACTERS = 60
+
+_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+}
+
+_MESSAGES = {
+    404: "There is no such route.",
+    405: "This route does not answer that method.",
+}
+
+_CODES = {
+    404: "route_not_found",
+    405: "method_not_allowed",
+    413: "body_too_large",
+}
+
+
+def shown(value: object) -> str:
+    """A client's value as it may stand in a message: one line, short."""
+    text = repr(value) if isinstance(value, str) else str(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
+
+
+def error_body(error: RequestError, *, retry_hint: bool = False) -> dict[str, Any]:
+    """OpenAI's error object. retry_hint: say `retry_after` in it, for events of a stream whose headers are gone."""
+    fields: dict[str, Any] = {
+        "message": error.message,
+        "type": error.kind,
+        "param": error.param,
+        "code": error.code,
+    }
+    if retry_hint and error.retry_after is not None:
+        fields["retry_after"] = math.ceil(error.retry_after)
+    return {"error": fields}
+
+
+def error_headers(error: RequestError) -> dict[str, str]:
+    headers: dict[str, str] = {}
+    if error.retry_after is not None:
+        headers["Retry-After"] = str(max(0, math.ceil(error.retry_after)))
+    if error.should_retry is not None:
+        headers["x-should-retry"] = "true" if error.should_retry else "false"
+    if error.status == HTTPStatus.UNAUTHORIZED:
+        headers["WWW-Authenticate"] = "Bearer"
+    return headers
+
+
+def error_response(error: RequestError) -> web.Response:
+    return web.Response(
+        status=error.status,
+        body=msgspec.json.encode(error_body(error)),
+        content_type="application/json",
+        headers=error_headers(error),
+    )
+
+
+def from_http(error: web.HTTPException) -> RequestError:
+    """aiohttp's own refusals (no such route, wrong method, body too large) in our words."""
+    status = error.status
+    message = _MESSAGES.get(status) or f"{HTTPStatus(status).phrase}."
+    if isinstance(error, web.HTTPRequestEntityTooLarge):
+        message = "The request body is larger than this server accepts."
+    return RequestError(message, status=status, code=_CODES.get(status, "http_error"), kind=_KINDS.get(status))
+
+
+def unexpected(error: Exception) -> RequestError:
+    """A fault of ours: the class name helps a bug report, its message could hold the client's text or our paths."""
+    return RequestError(f"The server failed ({type(error).__name__}).", status=500, code="internal_error")
+
+
+def unauthorized(message: str, code: str = "invalid_api_key") -> RequestError:
+    return RequestError(message, status=401, code=code, kind=_KINDS[401])
+
+
+def forbidden(message: str, code: str) -> RequestError:
+    return RequestError(message, status=403, code=code, kind=_KINDS[403])
+
+
+def not_found(message: str, code: str, param: str | None = None) -> RequestError:
+    return RequestError(message, status=404, code=code, param=param, kind=_KINDS[404])

@@ -1,0 +1,233 @@
+"""The one way in: reserve, submit, read, settle. HTTP uses it now; whatever else brings calls uses it too.
+
+Owns the calls that run and the promise that every call ends in exactly one row: normal end, error, timeout, abort and a
+client that left all pass through the exit of `Gateway.run`; what is refused before passes through `refusals`. It must
+not know HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+
+from minserve.config import PoolConfig, PoolsConfig, TimeoutsConfig
+from minserve.economics.accounting import Accounting
+from minserve.economics.keys import Identity
+from minserve.economics.loops import prompt_digest
+from minserve.economics.reservation import Admission, Reservation
+from minserve.economics.rows import REFUSED
+from minserve.economics.settlement import Settlement
+from minserve.request import Pool, RequestError, Submission
+from minserve.server.generation import Arrival, Call, CallTimeouts, Generation, aborted
+from minserve.server.ports import ServingEngine, TokenStream
+
+log = logging.getLogger("minserve.server")
+
+CLIENT_CLOSED = RequestError("The client left.", status=499, code="client_closed")
+
+
+@dataclass(slots=True)
+class _Ending:
+    """How a call ended, as its row will say."""
+
+    status: int = 200
+    code: str = ""
+
+
+class Gateway:
+    """linger: what a client that left had asked for is finished all the same, instead of aborted."""
+
+    def __init__(
+        self,
+        engine: ServingEngine,
+        accounting: Accounting,
+        *,
+        timeouts: TimeoutsConfig,
+        pools: PoolsConfig,
+        linger: bool = False,
+    ) -> None:
+        self._engine = engine
+        self._accounting = accounting
+        self._timeouts = timeouts
+        self._pools = pools
+        self._linger = linger
+        self._live: dict[str, Generation] = {}
+        self._settling: set[asyncio.Task[None]] = set()
+
+    @property
+    def live(self) -> int:
+        """Calls that run, and those that still wait to be settled."""
+        return len(self._live) + len(self._settling)
+
+    @contextmanager
+    def refusals(self, arrival: Arrival) -> Iterator[None]:
+        """For the time before `run`: a call that is refused in this block, or whose client leaves, gets its row."""
+        try:
+            yield
+        except RequestError as error:
+            self.refuse(_admission(arrival), error)
+            raise
+        except asyncio.CancelledError:
+            self.refuse(_admission(arrival), CLIENT_CLOSED)
+            raise
+
+    def refuse(self, admission: Admission, error: RequestError) -> None:
+        self._accounting.refuse(admission, error)
+
+    @asynccontextmanager
+    async def run(self, call: Call) -> AsyncIterator[Generation]:
+        """Run a call. RequestError before anything is submitted if it may not; its streams end with the block."""
+        reservation = await self._reserve(call)
+        streams: list[TokenStream] = []
+        generation: Generation | None = None
+        ending = _Ending()
+        linger = False
+        try:
+            streams.extend(map(self._engine.submit, self._submissions(call)))
+            generation = self._live[call.id] = Generation(call, streams, reservation, self._timeouts_of(call.pool))
+            yield generation
+        except RequestError as error:
+            ending = _Ending(error.status, error.code)
+            raise
+        except (asyncio.CancelledError, ConnectionError):
+            ending = _Ending(CLIENT_CLOSED.status, CLIENT_CLOSED.code)
+            linger = self._linger
+            raise
+        except BaseException:
+            ending = _Ending(500, "internal_error")
+            raise
+        finally:
+            self._live.pop(call.id, None)
+            if generation is not None:
+                generation.close()
+            self._finish(call, streams, reservation, ending, linger=linger)
+
+    def abort(self, call_id: str, by: Identity) -> bool:
+        """End a call of the same key, or any call for an admin. False if there is no such call."""
+        generation = self._live.get(call_id)
+        if generation is None or not (by.admin or by.key == generation.call.identity.key):
+            return False
+        for i in range(len(generation.streams)):
+            self._engine.abort(_submission_id(call_id, i), aborted())
+        return True
+
+    async def settled(self, timeout: float) -> None:
+        """Wait until what clients left behind is settled too: the end of a drain."""
+        if self._settling:
+            await asyncio.wait(self._settling, timeout=timeout)
+
+    async def _reserve(self, call: Call) -> Reservation:
+        admission = _admission(call.arrival, call)
+        try:
+            return await self._accounting.reserve(admission)
+        except RequestError as error:
+            self.refuse(admission, error)
+            raise
+
+    def _submissions(self, call: Call) -> list[Submission]:
+        now = asyncio.get_running_loop().time()
+        queue_deadline = now + self._pool(call.pool).queue_timeout_s
+        deadline = now + self._timeouts_of(call.pool).total
+        return [
+            Submission(
+                id=_submission_id(call.id, i),
+                prompt=prompt,
+                params=params,
+                n=call.n,
+                pool=call.pool,
+                priority=call.priority,
+                salt=call.salt,
+                queue_deadline=queue_deadline,
+                deadline=deadline,
+            )
+            for i, (prompt, params) in enumerate(zip(call.prompts, call.params, strict=True))
+        ]
+
+    def _pool(self, pool: Pool) -> PoolConfig:
+        return self._pools.interactive if pool is Pool.INTERACTIVE else self._pools.bulk
+
+    def _timeouts_of(self, pool: Pool) -> CallTimeouts:
+        own = self._pool(pool)
+        return CallTimeouts(
+            first_token=own.first_token_s or self._timeouts.first_token_s,
+            token_gap=self._timeouts.token_gap_s,
+            total=own.total_s or self._timeouts.total_s,
+        )
+
+    def _finish(
+        self, call: Call, streams: list[TokenStream], reservation: Reservation, ending: _Ending, *, linger: bool
+    ) -> None:
+        """Close and settle. What can't end at once, because a step is running, is settled when it has ended."""
+        computed = [stream.progress.computed for stream in streams]
+        if not linger:
+            for stream in streams:
+                stream.close()
+        if all(stream.done for stream in streams):
+            _settle(call, streams, computed, reservation, ending)
+        else:
+            task = asyncio.create_task(_settle_later(call, streams, computed, reservation, ending))
+            self._settling.add(task)
+            task.add_done_callback(self._settling.discard)
+
+
+def _admission(arrival: Arrival, call: Call | None = None) -> Admission:
+    if call is None:
+        return Admission(
+            id=arrival.id,
+            identity=arrival.identity,
+            endpoint=arrival.endpoint,
+            model=arrival.model,
+            started=arrival.started,
+        )
+    return Admission(
+        id=arrival.id,
+        identity=arrival.identity,
+        endpoint=arrival.endpoint,
+        model=arrival.model,
+        pool=call.pool,
+        prompt_tokens=call.prompt_tokens,
+        max_tokens=max(params.max_tokens for params in call.params),
+        choices=call.choices,
+        digest=prompt_digest(call.prompts),
+        started=arrival.started,
+    )
+
+
+async def _settle_later(
+    call: Call, streams: list[TokenStream], computed: list[int], reservation: Reservation, ending: _Ending
+) -> None:
+    try:
+        for stream in streams:
+            async for _ in stream:
+                pass
+    finally:
+        _settle(call, streams, computed, reservation, ending)
+
+
+def _settle(
+    call: Call, streams: list[TokenStream], computed: list[int], reservation: Reservation, ending: _Ending
+) -> None:
+    outcomes = [outcome for stream in streams for outcome in stream.outcomes]
+    if not outcomes:  # the engine took nothing of it
+        reservation.settle(Settlement(finish=REFUSED, status=ending.status, code=ending.code))
+        return
+    read = sum(
+        _prompt_read(len(prompt), stream, rows)
+        for prompt, stream, rows in zip(call.prompts, streams, computed, strict=False)
+    )
+    reservation.settle(Settlement.of(outcomes, status=ending.status, code=ending.code, computed=read))
+
+
+def _prompt_read(prompt_tokens: int, stream: TokenStream, rows: int) -> int:
+    """Prompt tokens that were processed: all once a token came, else what had been computed when the reader left."""
+    if any(outcome.ttft is not None for outcome in stream.outcomes):
+        return prompt_tokens
+    cached = min((outcome.usage.cached for outcome in stream.outcomes), default=0)
+    return max(0, rows - cached)
+
+
+def _submission_id(call_id: str, prompt: int) -> str:
+    return call_id if prompt == 0 else f"{call_id}/{prompt}"

@@ -1,0 +1,149 @@
+"""The routes that generate nothing: models, tokens, health, numbers.
+
+Owns their bodies. Health says whether the engine can still compute, ready whether it takes new work.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from aiohttp import web
+
+import minserve
+from minserve.async_engine import State
+from minserve.observe.metrics import CONTENT_TYPE
+from minserve.request import RequestError
+from minserve.server.errors import not_found, shown
+from minserve.server.http_input import read_fields
+from minserve.server.json_body import to_struct
+from minserve.server.messages import Conversation, check_characters, conversation
+from minserve.server.sampling import check_token_ids
+from minserve.server.schema import AbortBody, DetokenizeBody, Message, TemplateFields, TokenizeBody
+from minserve.server.services import Services, identity_of
+from minserve.server.wire import to_json
+
+
+def json_response(value: object, status: int = 200) -> web.Response:
+    return web.Response(body=to_json(value), status=status, content_type="application/json")
+
+
+class InfoRoutes:
+    def __init__(self, services: Services) -> None:
+        self._s = services
+
+    # -- what is served
+
+    async def models(self, request: web.Request) -> web.Response:
+        return json_response({"object": "list", "data": [self._card()]})
+
+    async def model(self, request: web.Request) -> web.Response:
+        name = request.match_info["model"]
+        if name != self._s.model.name:
+            raise not_found(f"The model {shown(name)} is not served here.", "model_not_found", "model")
+        return json_response(self._card())
+
+    def _card(self) -> dict[str, Any]:
+        model = self._s.model
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": model.created,
+            "owned_by": "minserve",
+            "root": model.name,
+            "parent": None,
+            "permission": [],
+            "max_model_len": model.max_model_len,
+            **({"meta": dict(model.details)} if model.details else {}),
+        }
+
+    async def version(self, request: web.Request) -> web.Response:
+        return json_response({"version": minserve.__version__})
+
+    # -- tokens
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        body = to_struct(await read_fields(request), TokenizeBody)
+        ids = await self._text(request, self._token_job(body))
+        reply: dict[str, Any] = {"count": len(ids), "max_model_len": self._s.model.max_model_len, "tokens": ids}
+        if body.return_token_strs:
+            tokenizer = self._s.model.tokenizer
+            reply["token_strs"] = [tokenizer.token_bytes(i).decode("utf-8", errors="replace") for i in ids]
+        return json_response(reply)
+
+    async def detokenize(self, request: web.Request) -> web.Response:
+        body = to_struct(await read_fields(request), DetokenizeBody)
+        model = self._s.model
+        check_characters(len(body.tokens), self._s.config.limits, "tokens")
+        ids = check_token_ids("tokens", body.tokens, model.vocab_size)
+        text = await self._text(request, lambda: model.tokenizer.decode(ids, skip_special=False))
+        return json_response({"prompt": text, "content": text})
+
+    async def render(self, request: web.Request) -> web.Response:
+        """What the chat template makes of messages, and the tokens of that: nothing is generated."""
+        fields = await read_fields(request)
+        body = to_struct(fields, TokenizeBody)
+        if body.messages is None:
+            raise RequestError("`messages` is needed.", param="messages")
+        talk = self._conversation(body.messages, body)
+        template = self._s.model.template
+        text, ids = await self._text(request, lambda: (talk.render(template), talk.encode(template)))
+        return json_response({"prompt": text, "count": len(ids), "tokens": ids})
+
+    def _token_job(self, body: TokenizeBody) -> Callable[[], list[int]]:
+        """How to get the ids of one of the three forms: messages, prompt (as vLLM), content (as llama.cpp)."""
+        model = self._s.model
+        given = [value for value in (body.messages, body.prompt, body.content) if value is not None]
+        if len(given) != 1:
+            raise RequestError("Send exactly one of `prompt`, `messages` and `content`.", param="prompt")
+        if body.messages is not None:
+            talk = self._conversation(body.messages, body)
+            return lambda: talk.encode(model.template)
+        text = body.prompt if body.prompt is not None else body.content or ""
+        check_characters(len(text), self._s.config.limits, "prompt" if body.prompt is not None else "content")
+        bos = body.prompt is not None if body.add_special_tokens is None else body.add_special_tokens
+        return lambda: model.tokenizer.encode(text, bos=bos, allow_special=True)
+
+    def _conversation(self, messages: list[Message], fields: TemplateFields) -> Conversation:
+        return conversation(messages, fields, self._s.config.limits)
+
+    async def _text(self, request: web.Request, job: Callable[[], Any]) -> Any:
+        return await self._s.text.run(identity_of(request).key, job)
+
+    # -- a call in flight
+
+    async def abort(self, request: web.Request) -> web.Response:
+        body = to_struct(await read_fields(request), AbortBody)
+        if not self._s.gateway.abort(body.id, identity_of(request)):
+            raise not_found("No such request is running.", "request_not_found", "id")
+        return json_response({"aborted": body.id})
+
+    # -- how it is
+
+    async def health(self, request: web.Request) -> web.Response:
+        state = self._s.engine.state
+        dead = state in (State.FAILED, State.STOPPED)
+        return json_response({"status": state.value if dead else "ok"}, 503 if dead else 200)
+
+    async def ready(self, request: web.Request) -> web.Response:
+        state = self._s.engine.state
+        return json_response({"status": state.value}, 200 if state is State.READY else 503)
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        return web.Response(body=self._s.telemetry.metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def status(self, request: web.Request) -> web.Response:
+        """Counts now, numbers of the last minute, what they point at; ?steps=N adds the latest steps."""
+        calls = self._s.gateway.live
+        steps = request.query.get("steps", "0")
+        return json_response(
+            {
+                "model": self._s.model.name,
+                "version": minserve.__version__,
+                **dataclasses.asdict(self._s.engine.status()),
+                "calls": calls,
+                "tokenizing": self._s.text.waiting,
+                **self._s.telemetry.report(calls, int(steps) if steps.isdecimal() and len(steps) < 5 else 0),
+            }
+        )

@@ -1,0 +1,88 @@
+"""The messages of a request as arguments of the chat template.
+
+Owns the counts and the flags that go with messages. Roles, content parts and control tokens are `text`'s business: it
+makes messages regular and refuses what a template can't show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from minserve.config import LimitsConfig
+from minserve.request import RequestError
+from minserve.server.schema import Message, TemplateFields
+from minserve.text.template import ChatTemplate
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What ChatTemplate.render and .encode are called with."""
+
+    messages: tuple[dict[str, Any], ...]
+    add_generation_prompt: bool
+    continue_final: bool
+    variables: dict[str, Any]
+
+    def render(self, template: ChatTemplate) -> str:
+        return template.render(
+            self.messages,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final=self.continue_final,
+            **self.variables,
+        )
+
+    def encode(self, template: ChatTemplate) -> list[int]:
+        return template.encode(
+            self.messages,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final=self.continue_final,
+            **self.variables,
+        )
+
+
+def conversation(messages: Sequence[Message], fields: TemplateFields, limits: LimitsConfig) -> Conversation:
+    """RequestError 400 for too many messages or characters, or flags that exclude each other."""
+    if len(messages) > limits.max_messages:
+        raise RequestError(f"`messages` may hold at most {limits.max_messages} messages.", param="messages")
+    check_characters(sum(map(_characters, messages)), limits, "messages")
+    if fields.continue_final_message and fields.add_generation_prompt:
+        raise RequestError(
+            "`continue_final_message` and `add_generation_prompt` exclude each other.", param="continue_final_message"
+        )
+    variables = dict(fields.chat_template_kwargs or {})
+    if fields.reasoning_effort is not None:
+        variables["reasoning_effort"] = fields.reasoning_effort
+    return Conversation(
+        messages=tuple(_present(message) for message in messages),
+        add_generation_prompt=not fields.continue_final_message and fields.add_generation_prompt is not False,
+        continue_final=fields.continue_final_message,
+        variables=variables,
+    )
+
+
+def check_characters(count: int, limits: LimitsConfig, param: str) -> None:
+    """The stage between bytes and tokens: cheap, and it bounds what the tokenizer is given."""
+    if count > limits.max_input_chars:
+        raise RequestError(
+            f"`{param}` has {count} characters; this server accepts at most {limits.max_input_chars}.",
+            code="input_too_long",
+            param=param,
+        )
+
+
+def _characters(message: Message) -> int:
+    if isinstance(message.content, list):
+        return sum(len(part.text or "") for part in message.content)
+    return len(message.content or "")
+
+
+def _present(message: Message) -> dict[str, Any]:
+    """The fields that were sent; content parts as plain objects."""
+    fields = {name: value for name, value in msgspec.structs.asdict(message).items() if value is not None}
+    if isinstance(message.content, list):
+        fields["content"] = [msgspec.structs.asdict(part) for part in message.content]
+    return fields

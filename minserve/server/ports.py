@@ -1,0 +1,55 @@
+"""What the server needs of an engine. `minserve.async_engine.AsyncEngine` and its `Stream` are what really stands here.
+
+Owns no code. Tests put a scripted engine in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from minserve.async_engine import EngineStatus, State
+from minserve.engine import Progress
+from minserve.request import RequestError, RequestOutcome, Submission, TextDelta
+
+
+class Reader(Protocol):
+    """Yields everything that is new since the last read. Cancelling a read loses nothing."""
+
+    def __aiter__(self) -> AsyncIterator[list[TextDelta]]: ...
+
+    async def __anext__(self) -> list[TextDelta]: ...
+
+
+class TokenStream(Reader, Protocol):
+    """One submission: at its end every choice has delivered a delta with `finish` and an outcome."""
+
+    @property
+    def outcomes(self) -> list[RequestOutcome]: ...
+
+    @property
+    def progress(self) -> Progress: ...
+
+    @property
+    def done(self) -> bool: ...
+
+    def close(self) -> None:
+        """Abort what is unfinished; idempotent. Outcomes of what runs in a step right now come after the step."""
+        ...
+
+
+class ServingEngine(Protocol):
+    @property
+    def state(self) -> State: ...
+
+    def submit(self, submission: Submission) -> TokenStream:
+        """RequestError 400 if it can never fit, 503 if nothing more is taken now."""
+        ...
+
+    def abort(self, submission_id: str, error: RequestError | None = None) -> bool: ...
+
+    def status(self) -> EngineStatus: ...
+
+    async def drain(self, timeout: float) -> None: ...
+
+    async def stop(self) -> None: ...

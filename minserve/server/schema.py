@@ -1,0 +1,215 @@
+"""The request bodies that are understood, field by field, and the fields that are known but refused.
+
+Owns names and types. Ranges and meanings are checked in `sampling.py` and `messages.py`, decoding in `json_body.py`.
+Fields that nobody here knows are ignored; a field of `UNSUPPORTED` never is, because an answer that silently lacks what
+was asked for is worse than a refusal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from minserve.request import RequestError
+
+TokenIds = list[int]
+Prompt = str | list[str | int | TokenIds]  # one text, texts, one list of token ids, lists of token ids
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationBody(msgspec.Struct, kw_only=True):
+    """What both generating endpoints take. None: the model's own default, else OpenAI's (see sampling.py)."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None  # wins over max_tokens
+    n: int = 1
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None  # 0 and -1: off
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: TokenIds | None = None
+    include_stop_str_in_output: bool = False
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, Any] | None = None
+    allowed_token_ids: TokenIds | None = None
+    banned_token_ids: TokenIds | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    include_metrics: bool = False  # ours: adds the `metrics` object
+    priority: int = 0  # lower goes first, clamped by the key
+    pool: Literal["interactive", "bulk"] | None = None  # ours: one of the key's pools
+    cache_salt: str | None = None
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+
+    @property
+    def asked_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def tokens_field(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+
+class ContentPart(msgspec.Struct):
+    type: str
+    text: str | None = None
+
+
+class Message(msgspec.Struct):
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+
+class TemplateFields(Protocol):
+    """How messages become a prompt: fields that chat, /tokenize and the render route share."""
+
+    add_generation_prompt: bool | None  # default: true, unless the final message is continued
+    continue_final_message: bool
+    chat_template_kwargs: dict[str, Any] | None
+    reasoning_effort: str | None
+
+
+class ChatBody(GenerationBody, kw_only=True):
+    messages: list[Message]
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    include_reasoning: bool = True
+
+
+class CompletionBody(GenerationBody, kw_only=True):
+    prompt: Prompt | None = None
+    echo: bool = False
+    logprobs: int | None = None
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True):
+    """vLLM's two forms (prompt, messages) and llama.cpp's (content)."""
+
+    model: str | None = None
+    prompt: str | None = None
+    content: str | None = None
+    messages: list[Message] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    tokens: TokenIds
+
+
+class AbortBody(msgspec.Struct, kw_only=True):
+    id: str
+
+
+# Field -> the values that ask for nothing and may pass. Everything else is refused by name.
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    # OpenAI
+    "audio": (),
+    "best_of": (1,),
+    "function_call": ("none",),
+    "functions": (),
+    "modalities": (["text"],),
+    "prediction": (),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "tool_choice": ("none",),
+    "tools": (),
+    "web_search_options": (),
+    # vLLM, SGLang
+    "bad_words": ([],),
+    "chat_template": (),
+    "documents": (),
+    "ebnf": (),
+    "guided_choice": (),
+    "guided_decoding_backend": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "json_schema": (),
+    "length_penalty": (1, 1.0),
+    "logits_processors": ([],),
+    "logit_processors": ([],),
+    "logprob_token_ids": ([],),
+    "lora_path": (),
+    "mm_processor_kwargs": (),
+    "no_stop_trim": (False,),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "regex": (),
+    "repetition_detection": (),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "stop_regex": (),
+    "structured_outputs": (),
+    "thinking_token_budget": (),
+    "token_ids_logprob": (),
+    "truncate_prompt_tokens": (),
+    "truncation_side": (),
+    "use_beam_search": (False,),
+    # llama.cpp, Ollama, text-generation-webui
+    "cache_prompt": (True,),
+    "dry_multiplier": (0, 0.0),
+    "dynatemp_range": (0, 0.0),
+    "format": (),
+    "grammar": (),
+    "mirostat": (0,),
+    "mirostat_mode": (0,),
+    "n_predict": (),
+    "options": (),
+    "repeat_penalty": (1, 1.0),
+    "top_n_sigma": (-1, -1.0, 0, 0.0),
+    "typical_p": (1, 1.0),
+    "xtc_probability": (0, 0.0),
+}
+
+_CHAT_ONLY: Mapping[str, tuple[Any, ...]] = {"echo": (False,), "prompt": ()}
+_COMPLETION_ONLY: Mapping[str, tuple[Any, ...]] = {"messages": (), "top_logprobs": ()}
+
+
+def refuse_unsupported(fields: Mapping[str, Any], *, chat: bool) -> None:
+    """RequestError 400 for the first field that asks for something this server can't do."""
+    for table in (UNSUPPORTED, _CHAT_ONLY if chat else _COMPLETION_ONLY):
+        for name in table.keys() & fields.keys():
+            if not _asks_nothing(fields[name], table[name]):
+                raise RequestError(
+                    f"This server does not support `{name}`{_unless(table[name])}.",
+                    code="unsupported_parameter",
+                    param=name,
+                )
+
+
+def _asks_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:
+    return any(type(value) is type(candidate) and value == candidate for candidate in neutral)
+
+
+def _unless(neutral: tuple[Any, ...]) -> str:
+    return f" other than {msgspec.json.encode(neutral[0]).decode()}" if neutral else ""

@@ -1,0 +1,95 @@
+"""What the routes share: the model that is served and the rooms behind it.
+
+Owns no behaviour. One `Services` lives as long as the application.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from aiohttp import web
+
+from minserve.config import Config
+from minserve.economics.accounting import Accounting
+from minserve.economics.keys import Identity
+from minserve.server.gateway import Gateway
+from minserve.server.ports import ServingEngine
+from minserve.server.sampling import Rules
+from minserve.server.telemetry import Telemetry
+from minserve.server.text_worker import TextWorker
+from minserve.text.template import ChatTemplate
+from minserve.text.tokenizer import Tokenizer
+from minserve.weights.loaded import GenerationDefaults
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """vocab_size: rows of the logits. max_model_len: prompt + output. details: shown in the model list."""
+
+    name: str
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    vocab_size: int
+    max_model_len: int
+    defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
+    details: Mapping[str, str] = field(default_factory=dict)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    config: Config
+    model: ServedModel
+    engine: ServingEngine
+    accounting: Accounting
+    telemetry: Telemetry
+    gateway: Gateway
+    text: TextWorker
+    rules: Rules
+
+    @classmethod
+    def of(
+        cls, config: Config, model: ServedModel, engine: ServingEngine, accounting: Accounting, telemetry: Telemetry
+    ) -> Services:
+        gateway = Gateway(
+            engine,
+            accounting,
+            timeouts=config.timeouts,
+            pools=config.pools,
+            linger=config.server.on_disconnect == "linger",
+        )
+        rules = Rules(
+            limits=config.limits,
+            vocab_size=model.vocab_size,
+            end_ids=model.tokenizer.end_ids,
+            special_ids=model.tokenizer.special_texts,
+            defaults=model.defaults,
+        )
+        return cls(config, model, engine, accounting, telemetry, gateway, TextWorker(), rules)
+
+
+@dataclass(slots=True)
+class Visit:
+    """What is known of one HTTP request on its way through. code: of the error it ended with.
+
+    identity: set by the guard, so every route but the open ones has it. recorded: the request has a row of the ledger,
+    and its log line from that.
+    """
+
+    request_id: str
+    identity: Identity | None = None
+    code: str | None = None
+    recorded: bool = False
+
+
+SERVICES: web.AppKey[Services] = web.AppKey("services", Services)
+VISIT: web.RequestKey[Visit] = web.RequestKey("visit", Visit)
+
+
+def identity_of(request: web.Request) -> Identity:
+    """Who is calling."""
+    identity = request[VISIT].identity
+    assert identity is not None  # the guard sets it before any route that asks
+    return identity

@@ -1,0 +1,102 @@
+"""Listening: the port is taken before anything is loaded, held while loading, and given back when all is settled.
+
+Owns the socket and the two applications that stand behind it in turn: one that says "loading", then the real one. It
+must not know engines; `serve.py` decides when to switch.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+import sys
+
+from aiohttp import web
+
+from minserve.request import RequestError
+from minserve.server.errors import error_response
+
+KEEP_ALIVE_S = 75.0  # longer than what proxies in front keep, so that they never write to a closed connection
+_SHUTDOWN_S = 5.0  # for handlers that still write; whatever generates has ended by then
+_BACKLOG = 512
+
+
+class PortInUse(Exception):
+    """The message says what to do."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket. PortInUse or OSError with a readable message."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    sock = socket.socket(family, kind, protocol)
+    try:
+        if sys.platform == "win32":
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
+        else:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(_BACKLOG)
+    except OSError as error:
+        sock.close()
+        if error.errno == errno.EADDRINUSE:
+            raise PortInUse(
+                f"Port {port} on {host} is in use, perhaps by another minserve. "
+                f"Stop that one, or choose another port: --port {port + 1 if port < 65535 else 8000}"
+            ) from None
+        raise
+    sock.setblocking(False)
+    return sock
+
+
+def address_of(sock: socket.socket) -> str:
+    """The URL to type into a browser."""
+    host, port = sock.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        host = "127.0.0.1"
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+class Site:
+    """One socket, one application at a time."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._runner: web.AppRunner | None = None
+
+    async def serve(self, app: web.Application) -> None:
+        """Put `app` behind the socket. Connections that arrive during the change wait in the backlog."""
+        await self._release()
+        self._runner = web.AppRunner(
+            app,
+            handler_cancellation=True,  # a client that left cancels its handler, streaming or not
+            keepalive_timeout=KEEP_ALIVE_S,
+            shutdown_timeout=_SHUTDOWN_S,
+            access_log=None,
+            auto_decompress=False,
+        )
+        await self._runner.setup()
+        await web.SockSite(self._runner, self._sock.dup(), backlog=_BACKLOG).start()
+
+    async def close(self) -> None:
+        """Stop listening and let the handlers finish. Idempotent."""
+        self._sock.close()
+        await self._release()
+
+    async def _release(self) -> None:
+        if self._runner is not None:
+            runner, self._runner = self._runner, None
+            await runner.cleanup()
+
+
+def loading_app() -> web.Application:
+    """Alive but not ready: what probes and impatient clients get while the model is loaded."""
+
+    async def answer(request: web.Request) -> web.Response:
+        if request.path == "/health":
+            return web.json_response({"status": "loading"})
+        if request.path == "/ready":
+            return web.json_response({"status": "loading"}, status=503)
+        return error_response(RequestError("The model is being loaded.", status=503, code="loading", retry_after=2))
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    return app

@@ -1,0 +1,289 @@
+"""A scripted engine and a server around it: what HTTP tests need when the numbers don't matter."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import aiohttp
+from msgspec import structs
+
+from minserve.async_engine import EngineStatus, State
+from minserve.config import Config, KeyConfig
+from minserve.economics.accounting import Accounting
+from minserve.economics.keys import digest
+from minserve.economics.rows import Row
+from minserve.engine import Progress
+from minserve.request import (
+    FinishReason,
+    Pool,
+    RequestError,
+    RequestOutcome,
+    Submission,
+    TextDelta,
+    TokenLogprob,
+    Usage,
+)
+from minserve.server.app import create_app
+from minserve.server.services import ServedModel, Services
+from minserve.server.site import Site, address_of, bind
+from minserve.server.telemetry import Telemetry
+from minserve.text.template import ChatTemplate
+from minserve.text.tokenizer import Tokenizer
+from minserve.weights.dummy import load_dummy
+
+MODEL = "tiny"
+CONTEXT = 512
+
+Script = Callable[[Submission], Sequence[list[TextDelta]]]
+
+
+def say(text: str, *, finish: FinishReason = FinishReason.STOP, cached: int = 0) -> Script:
+    """Every choice says `text`, one delta a character, then ends. Tokens are bytes; logprobs are -0.5 where asked."""
+
+    def script(submission: Submission) -> list[list[TextDelta]]:
+        reads: list[list[TextDelta]] = []
+        budget = submission.params.max_tokens
+        scores = tuple(TokenLogprob(t, -1.0, ((t, -1.0),)) for t in submission.prompt[1:])
+        for character in text[:budget]:
+            reads.append([token(k, character, submission) for k in range(submission.n)])
+        usage = Usage(len(submission.prompt), cached, min(budget, len(text.encode())))
+        reason = FinishReason.LENGTH if budget < len(text) else finish
+        reads.append([TextDelta(k, finish=reason, usage=usage) for k in range(submission.n)])
+        if submission.params.prompt_logprobs is not None:
+            reads[0] = [replace(d, prompt_logprobs=scores) if d.choice == 0 else d for d in reads[0]]
+        return reads
+
+    return script
+
+
+def token(choice: int, text: str, submission: Submission) -> TextDelta:
+    ids = tuple(text.encode())
+    k = submission.params.logprobs
+    logprobs = tuple(TokenLogprob(i, -0.5, ((i, -0.5), (i + 1, -2.0))[:k]) for i in ids) if k is not None else ()
+    return TextDelta(choice, text, ids, logprobs)
+
+
+class FakeStream:
+    """One submission. Reads come from the script, or from `push` where the test drives."""
+
+    def __init__(self, engine: FakeEngine, submission: Submission, reads: Sequence[list[TextDelta]] | None) -> None:
+        self.submission = submission
+        self.outcomes: list[RequestOutcome] = []
+        self.progress = Progress("queued", 0, len(submission.prompt), 0)
+        self.closed = False
+        self._engine = engine
+        self._reads = asyncio.Queue[list[TextDelta]]()
+        self._open = set(range(submission.n))
+        for read in reads or ():
+            self._reads.put_nowait(read)
+
+    def __aiter__(self) -> FakeStream:
+        return self
+
+    async def __anext__(self) -> list[TextDelta]:
+        if self.done and self._reads.empty():
+            raise StopAsyncIteration
+        deltas = await self._reads.get()
+        for delta in deltas:
+            self._account(delta)
+        return deltas
+
+    def push(self, *deltas: TextDelta) -> None:
+        self._reads.put_nowait(list(deltas))
+
+    def end(self, finish: FinishReason, error: RequestError | None = None) -> None:
+        """What an abort, a failure or a drain does to the unfinished choices."""
+        deltas = [TextDelta(k, finish=finish, error=error, usage=self._usage(0)) for k in sorted(self._open)]
+        for delta in deltas:
+            self._account(delta)
+        if deltas:
+            self._reads.put_nowait(deltas)
+
+    def close(self) -> None:
+        if not self.done:
+            self.closed = True
+            self.end(FinishReason.ABORT)
+
+    @property
+    def done(self) -> bool:
+        return not self._open
+
+    def _usage(self, completion: int) -> Usage:
+        return Usage(len(self.submission.prompt), 0, completion)
+
+    def _account(self, delta: TextDelta) -> None:
+        if delta.finish is None or delta.choice not in self._open:
+            return
+        self._open.discard(delta.choice)
+        began = delta.finish in (FinishReason.STOP, FinishReason.LENGTH)
+        self.outcomes.append(
+            RequestOutcome(
+                id=f"{self.submission.id}#{delta.choice}",
+                group=self.submission.id,
+                pool=self.submission.pool,
+                usage=delta.usage or self._usage(0),
+                max_tokens=self.submission.params.max_tokens,
+                finish=delta.finish,
+                error_code=delta.error.code if delta.error else None,
+                arrival=0.0,
+                queue=0.25,
+                ttft=0.5 if began else None,
+                total=1.5,
+                gaps=(0.5, 0.5) if began else (),
+                preemptions=0,
+            )
+        )
+        if self.done:
+            self._engine.streams.pop(self.submission.id, None)
+
+
+class FakeEngine:
+    """script None: the test pushes deltas into `streams` itself."""
+
+    def __init__(self, script: Script | None = say("Hello")) -> None:  # noqa: B008
+        self.script = script
+        self.state = State.READY
+        self.refusal: RequestError | None = None
+        self.submissions: list[Submission] = []
+        self.streams: dict[str, FakeStream] = {}
+        self.arrived = asyncio.Event()
+
+    def submit(self, submission: Submission) -> FakeStream:
+        if self.refusal is not None:
+            raise self.refusal
+        self.submissions.append(submission)
+        stream = FakeStream(self, submission, self.script(submission) if self.script else None)
+        self.streams[submission.id] = stream
+        self.arrived.set()
+        return stream
+
+    async def stream(self) -> FakeStream:
+        """The next stream that is opened, or the latest one."""
+        await asyncio.wait_for(self.arrived.wait(), 5)
+        return list(self.streams.values())[-1]
+
+    def abort(self, submission_id: str, error: RequestError | None = None) -> bool:
+        stream = self.streams.get(submission_id)
+        if stream is None:
+            return False
+        stream.end(FinishReason.ABORT if error is None else FinishReason.ERROR, error)
+        return True
+
+    def status(self) -> EngineStatus:
+        live = len(self.streams)
+        return EngineStatus(
+            state=self.state,
+            steps=0,
+            running={Pool.INTERACTIVE.value: live, Pool.BULK.value: 0},
+            waiting={Pool.INTERACTIVE.value: 0, Pool.BULK.value: 0},
+            blocks_total=100,
+            blocks_free=100 - live,
+            blocks_cached=0,
+            streams=live,
+            step_age=None,
+        )
+
+    async def drain(self, timeout: float) -> None:
+        self.state = State.DRAINING
+        for stream in list(self.streams.values()):
+            stream.end(
+                FinishReason.ERROR, RequestError("The server is shutting down.", status=503, code="shutting_down")
+            )
+
+    async def stop(self) -> None:
+        self.state = State.STOPPED
+
+
+def tiny_model(**changes: Any) -> ServedModel:
+    loaded = load_dummy("dummy:llama-tiny")
+    tokenizer = Tokenizer.from_source(loaded.tokenizer)
+    model = ServedModel(
+        name=MODEL,
+        tokenizer=tokenizer,
+        template=ChatTemplate(loaded.chat_template, tokenizer),
+        vocab_size=tokenizer.vocab_size,
+        max_model_len=CONTEXT,
+        created=1_700_000_000,
+    )
+    return replace(model, **changes)
+
+
+@dataclass
+class Server:
+    """A running server and everything a test wants to look at."""
+
+    url: str
+    engine: Any
+    services: Services
+    session: aiohttp.ClientSession
+    site: Site
+    rows: list[Row] = field(default_factory=list)
+
+    async def post(self, path: str, body: Any = None, **more: Any) -> tuple[int, Any]:
+        """(status, decoded body); `body` is sent as JSON unless it is bytes."""
+        if isinstance(body, bytes):
+            more = {"data": body, "headers": {"Content-Type": "application/json", **more.pop("headers", {})}, **more}
+        else:
+            more = {"json": body, **more}
+        async with self.session.post(self.url + path, **more) as response:
+            return response.status, await response.json(content_type=None)
+
+    async def get(self, path: str, **more: Any) -> tuple[int, Any]:
+        async with self.session.get(self.url + path, **more) as response:
+            return response.status, await response.json(content_type=None)
+
+    async def events(self, path: str, body: Any) -> str:
+        """The whole text of a stream."""
+        async with self.session.post(self.url + path, json={"stream": True, **body}) as response:
+            assert response.status == 200, await response.text()
+            return await response.text()
+
+    async def settled(self) -> None:
+        """Wait until nothing runs any more."""
+        for _ in range(500):
+            if not self.services.gateway.live and not self.engine.status().streams:
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError("calls are still open")
+
+
+@asynccontextmanager
+async def serving(
+    engine: Any = None, config: Config | None = None, *, model: ServedModel | None = None, **sections: Any
+) -> AsyncIterator[Server]:
+    """A server on a free port around `engine`; `sections` replace sections of the configuration."""
+    engine = engine or FakeEngine()
+    model = model or tiny_model()
+    config = structs.replace(config or Config(), **sections)
+    rows: list[Row] = []
+    telemetry = Telemetry(model.name, config)
+    telemetry.watch(engine.status)
+
+    def on_row(row: Row) -> None:
+        rows.append(row)
+        telemetry.row(row)
+
+    accounting = Accounting(config, token_secret=b"0" * 32, on_row=on_row)
+    services = Services.of(config, model, engine, accounting, telemetry)
+    sock = bind("127.0.0.1", 0)
+    site = Site(sock)
+    await site.serve(create_app(services))
+    async with aiohttp.ClientSession() as session:
+        try:
+            yield Server(address_of(sock), engine, services, session, site, rows)
+        finally:
+            await site.close()
+            services.text.close()
+            await accounting.close()
+
+
+def keyed(secret: str, **fields: Any) -> KeyConfig:
+    return KeyConfig(sha256=digest(secret).hex(), user=fields.pop("user", "ann"), **fields)
+
+
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
+COMPLETION = {"model": MODEL, "prompt": "Hi"}

@@ -1,0 +1,138 @@
+"""What JSON a body may be, and that a refusal names the field."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from minserve.request import RequestError
+from minserve.server.json_body import parse_object, to_struct
+from minserve.server.schema import ChatBody, CompletionBody, refuse_unsupported
+
+
+def refused(body: bytes) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        parse_object(body)
+    assert caught.value.status == 400
+    return caught.value
+
+
+def wrong(struct: type[msgspec.Struct], **fields: object) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        to_struct(fields, struct)
+    assert caught.value.status == 400
+    return caught.value
+
+
+# bug: 71
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (b'{"temperature": NaN}', "temperature"),
+        (b'{"temperature": Infinity}', "temperature"),
+        (b'{"temperature": -Infinity}', "temperature"),
+        (b'{"temperature": 1e999}', "temperature"),
+        (b'{"logit_bias": {"5": 1e400}}', "logit_bias"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", "seed"),
+        (b'{"stop": ["\\ud83d"]}', "stop"),
+        (b'{"user": "\\udc00 low first"}', "user"),
+        (b'{"model": "\\ud83dx"}', "model"),
+        (b'{"messages": [{"role": "user", "content": "\\ud83d"}]}', "messages"),
+        (b'{"metadata": {"\\ud83d": "key"}}', "metadata"),
+    ],
+)
+def test_a_value_that_json_does_not_have_is_refused_by_name(body: bytes, param: str) -> None:
+    assert refused(body).param == param
+
+
+# bug: 71
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"  \n",
+        b"[]",
+        b'"text"',
+        b"12",
+        b"null",
+        b"{",
+        b'{"a": 1} x',
+        b"{'a': 1}",
+        b'{"a": "\xff"}',
+        b"\xed\xa0\x80",
+    ],
+)
+def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
+    assert refused(body).code == "invalid_json"
+
+
+# bug: 68
+@pytest.mark.parametrize("depth", [3_000, 100_000])
+@pytest.mark.parametrize("field", ["ignored", "tools", "metadata"])
+def test_deep_nesting_is_refused_and_nothing_breaks(depth: int, field: str) -> None:
+    body = b'{"%s": %s%s}' % (field.encode(), b"[" * depth, b"]" * depth)
+    assert refused(body).code == "invalid_json"
+
+
+# bug: 71
+def test_a_byte_order_mark_is_skipped_and_null_counts_as_absent() -> None:
+    assert parse_object(b'\xef\xbb\xbf{"a": 1, "stop": null}') == {"a": 1}
+
+
+def test_of_duplicate_keys_the_last_one_counts() -> None:
+    assert parse_object(b'{"n": 1, "n": 2}') == {"n": 2}
+
+
+# bug: 71
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("n", True), ("n", "10"), ("n", 1.5), ("temperature", "1"), ("temperature", False), ("stream", 1), ("user", 5)],
+)
+def test_types_are_not_guessed(field: str, value: object) -> None:
+    error = wrong(CompletionBody, **{field: value})
+    assert error.param == field
+    assert field in error.message
+
+
+def test_ten_point_zero_is_an_integer() -> None:
+    body = to_struct({"max_tokens": 10.0, "n": 2.0, "top_k": 5.0, "logprobs": 3.0}, CompletionBody)
+    assert (body.max_tokens, body.n, body.top_k, body.logprobs) == (10, 2, 5, 3)
+
+
+def test_errors_name_the_place_inside_a_field() -> None:
+    error = wrong(ChatBody, messages=[{"role": "user", "content": "a"}, {"role": "user", "content": 5}])
+    assert error.param == "messages[1].content"
+    assert wrong(ChatBody).param == "messages"
+    assert wrong(CompletionBody, prompt=[1, True]).param == "prompt[1]"
+
+
+def test_unknown_fields_are_ignored_and_unsupported_ones_refused() -> None:
+    assert to_struct({"prompt": "a", "store": True, "service_tier": "auto"}, CompletionBody).prompt == "a"
+    harmless = {"best_of": 1, "suffix": "", "tool_choice": "none", "response_format": {"type": "text"}}
+    refuse_unsupported(harmless, chat=True)
+    for field, value in {
+        "tools": [],
+        "functions": [],
+        "tool_choice": "auto",
+        "response_format": {"type": "json_object"},
+        "best_of": 2,
+        "suffix": "x",
+        "audio": {},
+        "modalities": ["text", "audio"],
+        "guided_json": {},
+        "structured_outputs": {},
+        "logits_processors": ["x"],
+        "truncate_prompt_tokens": 5,
+        "chat_template": "{{ x }}",
+        "skip_special_tokens": False,
+        "echo": True,
+        "use_beam_search": True,
+    }.items():
+        with pytest.raises(RequestError) as caught:
+            refuse_unsupported({field: value}, chat=True)
+        assert (caught.value.param, caught.value.code) == (field, "unsupported_parameter")
+
+
+def test_true_does_not_pass_for_one_in_the_table_of_unsupported_fields() -> None:
+    with pytest.raises(RequestError):
+        refuse_unsupported({"best_of": True}, chat=False)
