@@ -16,7 +16,7 @@ if (-not (Test-Path $python)) {
 }
 if (-not (Test-Path $stamp) -or (Get-Content $stamp) -ne $wanted) {
     Write-Host "minserve: installing (a minute or two, once)"
-    $what = if ($env:EXTRAS) { "$root[$env:EXTRAS]" } else { $root }
+    $what = if ($env:EXTRAS) { "${root}[$($env:EXTRAS)]" } else { $root }
     & $python -m pip install --quiet --disable-pip-version-check --editable $what
     if ($LASTEXITCODE) { throw "the installation failed" }
     Set-Content $stamp $wanted

@@ -37,7 +37,7 @@ _LAYER = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-_DIFFERENT = {
+_DIFFERENT = {  # per architecture, beside or instead of the names above; "" takes one away
     "gemma3": {
         "post_attention_layernorm": "post_attention_norm",
         "pre_feedforward_layernorm": "ffn_norm",
