@@ -34,7 +34,7 @@ def load_checkpoint(path: Path) -> LoadedModel:
         return load_dummy(str(path))
     if path.is_dir():
         files = sorted(path.glob("*.gguf"))
-        if (path / "config.json").is_file() or not files:
+        if not files or list(path.glob("*.safetensors")):
             return _load_folder(path)
         if len(files) > 1:
             raise CheckpointError(f"{path} holds {len(files)} .gguf files: name the one to load")

@@ -85,7 +85,8 @@ def test_a_gguf_file_gives_the_same(tmp_path: Path) -> None:
         ("general.sampling.temp", FLOAT32, 0.5),
         ("general.sampling.top_k", INT32, 20),
     )
-    for source in (path, tmp_path):  # a folder that holds nothing but this file will do too
+    (tmp_path / "config.json").write_text("{}")  # as repositories of GGUF files often have
+    for source in (path, tmp_path):
         model = load_checkpoint(source)
         assert (model.file_format, model.source, model.chat_template) == ("gguf", path, "template")
         assert isinstance(model.tokenizer, GgufVocabulary)
