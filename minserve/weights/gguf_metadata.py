@@ -97,7 +97,7 @@ def vocabulary(metadata: Metadata) -> GgufVocabulary:
         raise CheckpointError("tokenizer.ggml.tokens is missing or empty: the file has no vocabulary")
     scores = metadata.numbers("tokenizer.ggml.scores", "f", len(tokens))
     types = [int(kind) for kind in metadata.numbers("tokenizer.ggml.token_type", "iu", len(tokens))]
-    if not all(0 <= kind <= max(TokenType) for kind in types):
+    if types and not 0 <= min(types) <= max(types) <= max(TokenType):
         raise CheckpointError("tokenizer.ggml.token_type has entries that are no token type")
 
     def token(name: str) -> int | None:
