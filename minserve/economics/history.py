@@ -1,8 +1,8 @@
 """What the ledger remembers of budgets: counters are rebuilt from it at start, so a restart forgives nothing.
 
-Owns the queries that turn rows back into counters. Reads only. A call counts as one if it is open or
-processed anything; so refused calls, and admitted ones that failed before any work, do not. Rows from a far future were
-written under a wrong clock and do not count.
+Owns the queries that turn rows back into counters. Reads only. A call counts as one if it processed anything; so refused
+calls, and admitted ones that failed before any work, do not. Rows from a far future were written under a wrong clock and
+do not count.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from minserve.economics.clock import BELIEVABLE_S
 from minserve.economics.limits import Scope
-from minserve.economics.rows import OPEN
 from minserve.economics.windows import Amount, Period
 
 _COLUMNS: dict[str, tuple[str, ...]] = {
@@ -25,11 +24,7 @@ _COLUMNS: dict[str, tuple[str, ...]] = {
     "token": ("token",),
     "run": ("key", "run"),
 }
-_USED = (
-    f"SUM(finish = '{OPEN}' OR prompt_tokens + completion_tokens > 0),"
-    f" SUM(CASE finish WHEN '{OPEN}' THEN asked_prompt + max_tokens ELSE prompt_tokens + completion_tokens END),"
-    f" SUM(CASE finish WHEN '{OPEN}' THEN reserved ELSE cost END)"
-)
+_USED = "SUM(prompt_tokens + completion_tokens > 0), SUM(prompt_tokens + completion_tokens), SUM(cost)"
 
 
 def usage(
@@ -91,8 +86,12 @@ def runs(database: sqlite3.Connection, since: float) -> Iterator[Run]:
             " AND (run_calls IS NOT NULL OR run_cost IS NOT NULL) ORDER BY seq LIMIT 1",
             (key, run),
         ).fetchone()
-        used = database.execute(f"SELECT {_USED} FROM calls WHERE key = ? AND run = ?", (key, run)).fetchone()
-        yield Run(key, run, last, Amount(*used), declared or (None, None))
+        used = database.execute(
+            f"SELECT {_USED} FROM calls WHERE key = ? AND run = ?"
+            " AND time > (SELECT COALESCE(MAX(time), -1) FROM resets WHERE kind = 'run' AND name = ?)",
+            (key, run, json.dumps((key, run))),
+        ).fetchone()
+        yield Run(key, run, last, Amount(*(value or 0 for value in used)), declared or (None, None))
 
 
 def prompt_lengths(database: sqlite3.Connection, since: float) -> Iterator[tuple[str, int, int, int]]:

@@ -160,7 +160,7 @@ def narrow(
 
     feature = _label(said("X-Feature", "feature"), "metadata.feature")
     run = _label(said("X-Run-ID", "run_id"), "metadata.run_id")
-    calls = _number(said("X-Run-Max-Calls", "run_max_calls"), "metadata.run_max_calls")
+    calls = _number(said("X-Run-Max-Calls", "run_max_calls"), "metadata.run_max_calls", whole=True)
     spend = _number(said("X-Run-Max-Spend", "run_max_spend"), "metadata.run_max_spend")
     if (calls is not None or spend is not None) and not run:
         raise RequestError("A run's budget needs a run id (X-Run-ID).", param="metadata.run_id", code="run_id_required")
@@ -186,13 +186,13 @@ def _label(text: str | None, param: str) -> str:
     return text
 
 
-def _number(text: str | None, param: str) -> float | None:
+def _number(text: str | None, param: str, *, whole: bool = False) -> float | None:
     if text is None:
         return None
     try:
         value = float(text)
     except ValueError:
         value = -1.0
-    if not 0 <= value <= 1e9:
-        raise RequestError(f"{param} must be a number from 0 to 1e9.", param=param)
+    if not 0 <= value <= 1e9 or (whole and value != int(value)):
+        raise RequestError(f"{param} must be a {'whole ' if whole else ''}number from 0 to 1e9.", param=param)
     return value

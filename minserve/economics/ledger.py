@@ -122,18 +122,19 @@ class Ledger:
 
     async def close(self) -> None:
         """Write what is left and close the file. Idempotent."""
+        for _ in range(2):  # what the first attempt gave back is tried once more
+            if self._thread is not None or self._rows or self._statements:
+                await self.flush()
         if self._thread is not None:
-            await self.flush()
-            await self.flush()  # rows that the first attempt gave back
             self._jobs.put(None)
             await asyncio.to_thread(self._thread.join)
             self._thread = None
-        self.lost_rows += len(self._rows)
-        if self._rows:
-            log.error("%d rows could not be written to %s", len(self._rows), self.path)
-            self._rows.clear()
         if self._timer is not None:
             self._timer.cancel()
+        if self._rows:
+            self.lost_rows += len(self._rows)
+            log.error("%d rows could not be written to %s", len(self._rows), self.path)
+            self._rows.clear()
         self.database.close()
 
     def _later(self, delay: float) -> None:
