@@ -1,0 +1,141 @@
+"""From the fields of a request body to a call and the shape of its answer, whoever brought them.
+
+Owns the order of checks: type, ranges, lengths, whose account, tokens. Everything that can be refused is refused here,
+before a reservation. It must not know HTTP: a route hands it what it has read, a batch file what stands on a line.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from minserve.economics.keys import Identity, narrow
+from minserve.economics.reservation import Reservation
+from minserve.request import RequestError, SamplingParams
+from minserve.server.answer import Answer, Head, Options
+from minserve.server.chat import ChatAnswer
+from minserve.server.completions import CompletionAnswer
+from minserve.server.errors import not_found, shown
+from minserve.server.generation import Arrival, Call
+from minserve.server.json_body import to_struct
+from minserve.server.logprobs import TokenNames
+from minserve.server.messages import conversation
+from minserve.server.prompts import encode_prompt, prompt_list, shown_prompt
+from minserve.server.sampling import chat_params, completion_params, fit
+from minserve.server.schema import ChatBody, CompletionBody, GenerationBody, refuse_unsupported
+from minserve.server.services import Services
+from minserve.server.wire import Response
+
+_MAX_SALT = 128
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+ENDPOINTS: Mapping[str, str] = {CHAT: "chatcmpl-", COMPLETIONS: "cmpl-"}  # and the prefix of their calls' ids
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A call that may be run, what shapes its answer, and whether the caller wants a stream."""
+
+    call: Call
+    answer: Answer
+    stream: bool
+
+
+class Calls:
+    def __init__(self, services: Services) -> None:
+        self._s = services
+        self._names = {as_ids: TokenNames(services.model.tokenizer, as_ids=as_ids) for as_ids in (False, True)}
+
+    def arrival(self, endpoint: str, identity: Identity) -> Arrival:
+        """endpoint: of ENDPOINTS."""
+        call_id = ENDPOINTS[endpoint] + secrets.token_hex(12)
+        return Arrival(call_id, endpoint, self._s.model.name, identity, time.monotonic())
+
+    async def prepare(self, arrival: Arrival, fields: Mapping[str, Any], headers: Mapping[str, str]) -> Prepared:
+        """headers: those by which a request narrows itself inside its account. RequestError if it may not run."""
+        chat = arrival.endpoint == CHAT
+        refuse_unsupported(fields, chat=chat)
+        return await (self._chat if chat else self._completion)(arrival, fields, headers)
+
+    async def whole(self, prepared: Prepared) -> tuple[Response, Reservation]:
+        """Run the call to its end. RequestError if it is refused or fails."""
+        answer = prepared.answer
+        async with self._s.gateway.run(prepared.call) as generation:
+            while not generation.done:
+                answer.collect(await generation.read(math.inf))
+            body = answer.whole(generation)
+        return body, generation.reservation
+
+    async def _chat(self, arrival: Arrival, fields: Mapping[str, Any], headers: Mapping[str, str]) -> Prepared:
+        model = self._s.model
+        body = to_struct(dict(fields), ChatBody)
+        self._check_model(body.model)
+        params = chat_params(body, self._s.rules)
+        talk = conversation(body.messages, body, self._s.config.limits)
+        options = Options.of(body, logprobs=body.logprobs)
+        arrival = _narrowed(arrival, body, headers)
+        ids = await self._s.text.run(arrival.identity.key, lambda: tuple(talk.encode(model.template)))
+        call = self._call(arrival, body, [ids], params)
+        head = Head.new(arrival.id, "chat.completion.chunk" if body.stream else "chat.completion", model.name)
+        splitters = [model.template.reasoning(ids) for _ in range(body.n)]
+        names = self._names[body.return_tokens_as_token_ids]
+        answer = ChatAnswer(head, options, names, ids, splitters, show_reasoning=body.include_reasoning)
+        return Prepared(call, answer, body.stream)
+
+    async def _completion(self, arrival: Arrival, fields: Mapping[str, Any], headers: Mapping[str, str]) -> Prepared:
+        model = self._s.model
+        body = to_struct(dict(fields), CompletionBody)
+        self._check_model(body.model)
+        params = completion_params(body, self._s.rules)
+        prompts = prompt_list(body.prompt, self._s.config.limits, model.vocab_size)
+        options = Options.of(body, logprobs=body.logprobs is not None)
+        arrival = _narrowed(arrival, body, headers)
+        tokenizer = model.tokenizer
+        ids = await self._s.text.run(arrival.identity.key, lambda: [encode_prompt(p, tokenizer) for p in prompts])
+        call = self._call(arrival, body, ids, params)
+        shown_prompts = [shown_prompt(p, i, tokenizer, echo=body.echo) for p, i in zip(prompts, ids, strict=True)]
+        head = Head.new(arrival.id, "text_completion", model.name)
+        names = self._names[body.return_tokens_as_token_ids]
+        return Prepared(call, CompletionAnswer(head, options, names, shown_prompts, body.n), body.stream)
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name != self._s.model.name:
+            raise not_found(
+                f"The model {shown(name)} is not served here; this server has {self._s.model.name!r}.",
+                "model_not_found",
+                "model",
+            )
+
+    def _call(
+        self, arrival: Arrival, body: GenerationBody, prompts: Sequence[tuple[int, ...]], params: SamplingParams
+    ) -> Call:
+        limits = self._s.config.limits
+        identity = arrival.identity
+        return Call(
+            arrival=arrival,
+            prompts=tuple(prompts),
+            params=tuple(
+                fit(params, len(ids), self._s.model.max_model_len, limits.max_input_tokens) for ids in prompts
+            ),
+            n=body.n,
+            pool=identity.pool(body.pool),
+            priority=identity.priority(body.priority),
+            salt=_salt(identity, body.cache_salt),
+        )
+
+
+def _narrowed(arrival: Arrival, body: GenerationBody, headers: Mapping[str, str]) -> Arrival:
+    return replace(arrival, identity=narrow(arrival.identity, headers, body.metadata, body.user))
+
+
+def _salt(identity: Identity, cache_salt: str | None) -> bytes:
+    """Separates prefix caches: of tenants always, within one by what the request says. A length keeps them apart."""
+    if cache_salt is None:
+        return identity.salt
+    if not 0 < len(cache_salt) <= _MAX_SALT:
+        raise RequestError(f"`cache_salt` must have 1 to {_MAX_SALT} characters.", param="cache_salt")
+    return b"%d:%b%b" % (len(identity.salt), identity.salt, cache_salt.encode())
