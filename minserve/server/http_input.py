@@ -11,13 +11,14 @@ from typing import Any
 from aiohttp import web
 
 from minserve.request import RequestError
+from minserve.server.errors import from_http
 from minserve.server.json_body import parse_object
 
 _BODY_SECONDS = 60.0
 
 
 async def read_fields(request: web.Request) -> dict[str, Any]:
-    """The body's fields. RequestError 400, 408 or 415; aiohttp raises 413 beyond the application's client_max_size."""
+    """The body's fields. RequestError 400, 408, 415, and 413 beyond the application's client_max_size."""
     if request.content_type != "application/json":
         raise RequestError(
             "Send the body as JSON, with the header Content-Type: application/json.",
@@ -31,4 +32,6 @@ async def read_fields(request: web.Request) -> dict[str, Any]:
             body = await request.read()
     except TimeoutError:
         raise RequestError("The request body came too slowly.", status=408, code="body_timeout") from None
+    except web.HTTPRequestEntityTooLarge as error:
+        raise from_http(error) from None
     return parse_object(body)

@@ -17,6 +17,8 @@ from minserve.request import RequestError
 from minserve.server.schema import Message, TemplateFields
 from minserve.text.template import ChatTemplate
 
+_OWN_FLAGS = {"add_generation_prompt", "continue_final"}  # fields of their own; the template guards the other names
+
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
@@ -54,6 +56,8 @@ def conversation(messages: Sequence[Message], fields: TemplateFields, limits: Li
             "`continue_final_message` and `add_generation_prompt` exclude each other.", param="continue_final_message"
         )
     variables = dict(fields.chat_template_kwargs or {})
+    for name in _OWN_FLAGS & variables.keys():
+        raise RequestError(f"`chat_template_kwargs` must not set {name}.", param=f"chat_template_kwargs.{name}")
     if fields.reasoning_effort is not None:
         variables["reasoning_effort"] = fields.reasoning_effort
     return Conversation(

@@ -1,0 +1,542 @@
+"""Every route but the generating ones, the guards, and that whatever goes wrong has a JSON body."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import threading
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from minserve.async_engine import State
+from minserve.config import AccountConfig, LimitConfig, LimitsConfig, PricesConfig, ServerConfig
+from minserve.engine import Progress
+from tests.server.fakes import CHAT, COMPLETION, CONTEXT, MODEL, FakeEngine, Server, keyed, say, serving
+
+PAGE = "https://page.example"
+KEYS = {"ann": keyed("secret"), "root": keyed("admin-secret", admin=True)}
+ANN = {"Authorization": "Bearer secret"}
+ROOT = {"Authorization": "Bearer admin-secret"}
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    async with serving() as server:
+        yield server
+
+
+async def raw(server: Server, request: bytes) -> int:
+    """The status of a request sent as it is, with no client library that tidies paths in between."""
+    host, port = server.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(request)
+    await writer.drain()
+    data = await asyncio.wait_for(reader.read(), 10)
+    writer.close()
+    await writer.wait_closed()
+    return int(data.split()[1])
+
+
+def error(status: int, body: Any) -> Any:
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert isinstance(body["error"]["code"], str)
+    return body["error"]
+
+
+# -- errors
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/nothing", 404, "route_not_found"),
+        ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
+        ("POST", "/v1/models", 405, "method_not_allowed"),
+        ("GET", "/v1/models/other", 404, "model_not_found"),
+        ("GET", "/static/missing.js", 404, "page_not_found"),
+        ("GET", "/static/..%2Fapp.py", 404, "page_not_found"),
+        ("GET", "/static/__init__.py", 404, "page_not_found"),
+    ],
+)
+async def test_every_refusal_is_json(server: Server, method: str, path: str, status: int, code: str) -> None:
+    async with server.session.request(method, server.url + path) as response:
+        assert response.status == status
+        assert error(status, await response.json())["code"] == code
+        assert status != 405 or "POST" in response.headers["Allow"] or "GET" in response.headers["Allow"]
+
+
+async def test_only_json_bodies_are_read(server: Server) -> None:
+    body = json.dumps(COMPLETION).encode()
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""):
+        status, reply = await server.post("/v1/completions", body, headers={"Content-Type": kind})
+        assert (status, error(415, reply)["code"]) == (415, "unsupported_media_type")
+    kind = "application/json; charset=utf-8"
+    assert (await server.post("/v1/completions", body, headers={"Content-Type": kind}))[0] == 200
+
+
+async def test_compressed_bodies_are_refused_before_they_are_unpacked(server: Server) -> None:
+    bomb = gzip.compress(b" " * 10_000_000)
+    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    async with server.session.post(server.url + "/v1/completions", data=bomb, headers=headers) as response:
+        assert error(415, await response.json())["code"] == "unsupported_encoding"
+
+
+async def test_a_body_above_the_limit_is_413() -> None:
+    async with serving(limits=LimitsConfig(max_body_bytes=1000)) as server:
+        status, reply = await server.post("/v1/completions", {**COMPLETION, "prompt": "x" * 2000})
+        assert (status, error(413, reply)["code"]) == (413, "body_too_large")
+        assert server.rows[-1].code == "body_too_large"
+
+
+async def test_the_stages_of_input_have_their_own_codes() -> None:
+    async with serving(limits=LimitsConfig(max_input_chars=50, max_input_tokens=20)) as server:
+        status, reply = await server.post("/v1/completions", {**COMPLETION, "prompt": "x" * 51})
+        assert (status, error(400, reply)["code"]) == (400, "input_too_long")
+        status, reply = await server.post("/v1/completions", {**COMPLETION, "prompt": "x" * 21})
+        assert (status, error(400, reply)["code"]) == (400, "too_many_input_tokens")
+        assert not server.engine.submissions
+
+
+# bug: 41
+async def test_a_prompt_that_fills_the_context_is_refused_with_the_true_limit(server: Server) -> None:
+    status, reply = await server.post("/v1/completions", {**COMPLETION, "prompt": "x" * CONTEXT})
+    assert status == 400
+    assert error(400, reply)["code"] == "context_length_exceeded"
+    assert f"This model's maximum context length is {CONTEXT} tokens. However, " in reply["error"]["message"]
+    body = {**COMPLETION, "prompt": "x" * 8, "max_tokens": CONTEXT - 3}
+    assert (await server.post("/v1/completions", body))[0] == 200
+    assert server.engine.submissions[-1].params.max_tokens == CONTEXT - 8
+
+
+async def test_a_validation_error_never_repeats_the_callers_input(server: Server) -> None:
+    long = "very private " * 1000
+    for body in (
+        {**COMPLETION, "model": long},
+        {**COMPLETION, "logit_bias": {long: 1}},
+        {**CHAT, "messages": [{"role": long, "content": ""}]},
+        {**COMPLETION, "seed": int("9" * 4000)},
+    ):
+        status, reply = await server.post("/v1/completions" if "prompt" in body else "/v1/chat/completions", body)
+        assert status in (400, 404)
+        assert len(json.dumps(reply)) < 1000
+
+
+async def test_a_fault_of_ours_is_500_without_details(server: Server) -> None:
+    def broken(_: object) -> Any:
+        raise KeyError("secret detail")
+
+    server.engine.submit = broken
+    status, reply = await server.post("/v1/completions", COMPLETION)
+    assert (status, error(500, reply)["code"]) == (500, "internal_error")
+    assert "secret detail" not in json.dumps(reply)
+    assert (server.rows[-1].status, server.rows[-1].finish) == (500, "refused")
+
+
+# -- input forms
+
+
+@pytest.mark.parametrize(
+    ("prompt", "ids"),
+    [
+        ("Hi", [(72, 105)]),
+        (["Hi", "a"], [(72, 105), (97,)]),
+        ([72, 105], [(72, 105)]),
+        ([[72], [105, 97]], [(72,), (105, 97)]),
+    ],
+)
+async def test_the_four_forms_of_a_prompt(server: Server, prompt: object, ids: list[tuple[int, ...]]) -> None:
+    assert (await server.post("/v1/completions", {"prompt": prompt}))[0] == 200
+    assert [submission.prompt for submission in server.engine.submissions] == ids
+
+
+# bug: 44
+@pytest.mark.parametrize(
+    "prompt", [[], [[]], [[1], []], ["a", 1], [1, [2]], [-1], [261], [2**62], [[1], [-1]], ["a"] * 65, [1.5], {}]
+)
+async def test_prompts_that_mean_nothing_are_400(server: Server, prompt: object) -> None:
+    status, reply = await server.post("/v1/completions", {"prompt": prompt})
+    assert status == 400
+    assert error(400, reply)["param"].startswith("prompt")
+    assert not server.engine.submissions
+    assert (await server.post("/v1/completions", COMPLETION))[0] == 200
+
+
+async def test_an_empty_prompt_is_the_models_bos(server: Server) -> None:
+    for body in ({"prompt": ""}, {}, {"prompt": None}):
+        assert (await server.post("/v1/completions", body))[0] == 200
+        assert server.engine.submissions[-1].prompt == (server.services.model.tokenizer.bos_id,)
+
+
+# bug: 69
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "assistant", "content": None},
+        {"role": "assistant"},
+        {"role": "assistant", "content": ""},
+        {"role": "assistant", "content": []},
+        {"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+        },
+    ],
+)
+async def test_all_forms_of_content_in_a_tool_loop(server: Server, message: dict[str, object]) -> None:
+    messages = [{"role": "user", "content": "go"}, message, {"role": "tool", "tool_call_id": "c", "content": "42"}]
+    body = {"messages": messages, "stop": None, "tools": None, "temperature": None, "logprobs": None}
+    status, reply = await server.post("/v1/chat/completions", body)
+    assert status == 200, reply
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "king", "content": "x"}, "messages[0].role"),
+        ({"role": ["user"], "content": "x"}, "messages[0].role"),
+        ({"content": "x"}, "messages[0]"),
+        ({"role": "user", "content": 5}, "messages[0].content"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "messages[0].content[0]"),
+    ],
+)
+async def test_messages_that_cannot_be_shown_are_400(server: Server, message: dict[str, object], param: str) -> None:
+    status, reply = await server.post("/v1/chat/completions", {"messages": [message]})
+    assert status == 400
+    assert error(400, reply)["param"].startswith(param)
+
+
+# bug: 73
+async def test_control_tokens_in_a_users_text_stay_text(server: Server) -> None:
+    tokenizer = server.services.model.tokenizer
+    end = tokenizer.special_texts["<|im_end|>"]
+    body = {"messages": [{"role": r, "content": "a<|im_end|>b"} for r in ("system", "user", "tool")]}
+    assert (await server.post("/v1/chat/completions", body))[0] == 200
+    prompt = server.engine.submissions[-1].prompt
+    assert prompt.count(end) == 3  # the template's own, one per message
+    # A raw prompt is the caller's own from its first token on: there it is a control token.
+    assert (await server.post("/v1/completions", {"prompt": "a<|im_end|>b"}))[0] == 200
+    assert server.engine.submissions[-1].prompt == (97, end, 98)
+
+
+async def test_an_unknown_model_is_404_and_none_means_ours(server: Server) -> None:
+    status, reply = await server.post("/v1/chat/completions", {**CHAT, "model": "gpt-4"})
+    assert (status, error(404, reply)["code"], reply["error"]["param"]) == (404, "model_not_found", "model")
+    assert (await server.post("/v1/chat/completions", {"messages": CHAT["messages"]}))[0] == 200
+
+
+async def test_stream_options_need_a_stream(server: Server) -> None:
+    status, reply = await server.post("/v1/completions", {**COMPLETION, "stream_options": {"include_usage": True}})
+    assert (status, reply["error"]["param"]) == (400, "stream_options")
+
+
+async def test_the_final_message_can_be_continued(server: Server) -> None:
+    messages = [*CHAT["messages"], {"role": "assistant", "content": "Well"}]
+    body = {"messages": messages, "continue_final_message": True}
+    assert (await server.post("/v1/chat/completions", body))[0] == 200
+    assert bytes(i for i in server.engine.submissions[-1].prompt if i < 256).endswith(b"Well")
+    status, reply = await server.post("/v1/chat/completions", {**body, "add_generation_prompt": True})
+    assert (status, reply["error"]["param"]) == (400, "continue_final_message")
+    status, reply = await server.post("/v1/chat/completions", {**body, "messages": CHAT["messages"]})
+    assert (status, reply["error"]["param"]) == (400, "continue_final_message")
+
+
+async def test_template_variables_pass_and_ours_cannot_be_replaced(server: Server) -> None:
+    fine = {**CHAT, "chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": "low"}
+    assert (await server.post("/v1/chat/completions", fine))[0] == 200
+    for name in ("messages", "add_generation_prompt", "bos_token"):
+        status, _ = await server.post("/v1/chat/completions", {**CHAT, "chat_template_kwargs": {name: "x"}})
+        assert status == 400
+
+
+# -- what every response carries
+
+
+async def test_a_sane_request_id_comes_back_and_others_are_replaced(server: Server) -> None:
+    for sent, same in (("job-1.a:b_c", True), ("x" * 129, False), ("a b", False), ("", False)):
+        async with server.session.get(server.url + "/version", headers={"X-Request-ID": sent}) as response:
+            assert (response.headers["X-Request-ID"] == sent) is same
+            assert response.headers["X-Request-ID"]
+    async with server.session.get(server.url + "/missing", headers={"X-Request-ID": "abc"}) as response:
+        assert response.headers["X-Request-ID"] == "abc"
+
+
+# bug: 47
+async def test_stream_headers_and_first_bytes_leave_at_once() -> None:
+    engine = FakeEngine(None)
+    body = {**COMPLETION, "stream": True}
+    async with serving(engine) as server, server.session.post(server.url + "/v1/completions", json=body) as response:
+        assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
+        assert response.headers["X-Accel-Buffering"] == "no"
+        assert response.headers["Cache-Control"] == "no-cache, no-transform"
+        assert "Content-Length" not in response.headers
+        assert "Content-Encoding" not in response.headers
+        first = await asyncio.wait_for(response.content.readany(), 1)
+        assert first == b": queued 0\n\n"
+
+
+async def test_a_waiting_reader_sees_what_it_waits_for() -> None:
+    engine = FakeEngine(None)
+    async with (
+        serving(engine) as server,
+        server.session.post(server.url + "/v1/completions", json={**COMPLETION, "stream": True}) as response,
+    ):
+        stream = await engine.stream()
+        stream.progress = Progress("queued", 0, 2, 3)
+        assert b": queued 3\n\n" in await read_until(response, b"queued 3")
+        stream.progress = Progress("prefill", 120, 400, 0)
+        assert b": prefill 120/400\n\n" in await read_until(response, b"prefill")
+
+
+async def read_until(response: Any, mark: bytes) -> bytes:
+    data = b""
+    async with asyncio.timeout(5):
+        while mark not in data:
+            data += await response.content.readany()
+    return data
+
+
+# -- browsers
+
+
+# bug: 48
+async def test_preflight_needs_no_key_and_errors_are_readable_for_listed_pages() -> None:
+    async with serving(server=ServerConfig(allowed_origins=(PAGE,)), keys=KEYS) as server:
+        question = {
+            "Origin": PAGE,
+            "Access-Control-Request-Method": "POST",
+            "Access-Control-Request-Headers": "authorization,content-type,x-stainless-os",
+        }
+        async with server.session.options(server.url + "/v1/chat/completions", headers=question) as response:
+            assert response.status == 204
+            assert response.headers["Access-Control-Allow-Origin"] == PAGE
+            assert "x-stainless-os" in response.headers["Access-Control-Allow-Headers"]
+        bad = {"Origin": PAGE, "Authorization": "Bearer wrong"}
+        async with server.session.post(server.url + "/v1/completions", json=COMPLETION, headers=bad) as response:
+            assert response.status == 401
+            assert response.headers["Access-Control-Allow-Origin"] == PAGE
+            assert "x-should-retry" in response.headers["Access-Control-Expose-Headers"]
+        foreign = {**question, "Origin": "https://evil.example"}
+        async with server.session.options(server.url + "/v1/chat/completions", headers=foreign) as response:
+            assert response.status == 403
+            assert "Access-Control-Allow-Origin" not in response.headers
+
+
+async def test_streams_carry_cors_headers_too() -> None:
+    async with serving(server=ServerConfig(allowed_origins=(PAGE,))) as server:
+        body = {**COMPLETION, "stream": True}
+        async with server.session.post(server.url + "/v1/completions", json=body, headers={"Origin": PAGE}) as response:
+            assert response.headers["Access-Control-Allow-Origin"] == PAGE
+
+
+async def test_foreign_pages_and_rebound_names_are_refused(server: Server) -> None:
+    status, reply = await server.post("/v1/completions", COMPLETION, headers={"Origin": "https://evil.example"})
+    assert (status, error(403, reply)["code"]) == (403, "origin_not_allowed")
+    for path in ("/status", "/", "/v1/models", "/missing"):
+        status, reply = await server.get(path, headers={"Host": "evil.example"})
+        assert (status, error(403, reply)["code"]) == (403, "host_not_allowed")
+    own = {"Origin": server.url}
+    assert (await server.post("/v1/completions", COMPLETION, headers=own))[0] == 200
+    assert len(server.engine.submissions) == 1
+
+
+# -- keys
+
+
+# bug: 64
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/tiny", "/tokenize", "/detokenize"),
+        *("/abort", "/metrics", "/status", "/version", "/v1/chat/completions/render", "/missing", "/docs"),
+        *("//v1/models", "/V1/models", "/v1/models/", "/v1//models", "/./v1/models", "/static/../v1/models"),
+        *("/%761/models", "/health/../v1/models", "/health/", "/HEALTH", "//health", "/static/", "/ready/x"),
+        *("/v1/models?x=/health", "/health%2f..%2fstatus", "http://127.0.0.1/v1/models"),
+    ],
+)
+async def test_without_a_key_nothing_but_the_open_routes_answers(path: str) -> None:
+    async with serving(keys=KEYS) as server:
+        for method in ("GET", "POST", "HEAD", "DELETE", "OPTIONS"):
+            head = f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
+            assert await raw(server, head.encode()) == 401
+
+
+@pytest.mark.parametrize(
+    "authorization",
+    [
+        "",
+        "Bearer",
+        "Bearer ",
+        "Bearer wrong",
+        "Basic secret",
+        "secret",
+        "Bearer secret2",
+        "Bearer sécret",
+        "Bearer " + "x" * 5000,
+    ],
+)
+async def test_wrong_keys_are_401(authorization: str) -> None:
+    async with serving(keys=KEYS) as server:
+        status, reply = await server.get("/v1/models", headers={"Authorization": authorization})
+        assert (status, error(401, reply)["type"]) == (401, "authentication_error")
+
+
+async def test_keys_open_routes_and_only_admins_see_the_numbers() -> None:
+    async with serving(keys=KEYS) as server:
+        for path in ("/health", "/ready"):
+            assert (await server.get(path))[0] == 200
+        async with server.session.get(server.url + "/") as page:
+            assert page.status == 200
+        assert (await server.get("/v1/models", headers=ANN))[0] == 200
+        for path in ("/status", "/metrics"):
+            status, reply = await server.get(path, headers=ANN)
+            assert (status, error(403, reply)["code"]) == (403, "admin_required")
+            async with server.session.get(server.url + path, headers=ROOT) as response:
+                assert response.status == 200
+
+
+async def test_tenants_have_caches_of_their_own_and_salts_chain_inside() -> None:
+    async with serving(keys=KEYS) as server:
+        for headers, salt in ((ANN, None), (ANN, "a"), (ROOT, None), (ROOT, "a"), (ANN, "b")):
+            await server.post("/v1/completions", {**COMPLETION, "cache_salt": salt}, headers=headers)
+        salts = [submission.salt for submission in server.engine.submissions]
+        assert len(set(salts)) == 5
+        status, reply = await server.post("/v1/completions", {**COMPLETION, "cache_salt": "x" * 129}, headers=ANN)
+        assert (status, reply["error"]["param"]) == (400, "cache_salt")
+
+
+async def test_a_key_clamps_priority_and_chooses_pools() -> None:
+    keys = {"k": keyed("secret", min_priority=5, pools=("bulk",)), "plain": keyed("plain")}
+    async with serving(keys=keys) as server:
+        await server.post("/v1/completions", {**COMPLETION, "priority": -9, "pool": "bulk"}, headers=ANN)
+        submission = server.engine.submissions[-1]
+        assert (submission.priority, submission.pool) == (5, "bulk")
+        other = {"Authorization": "Bearer plain"}
+        status, reply = await server.post("/v1/completions", {**COMPLETION, "pool": "bulk"}, headers=other)
+        assert (status, error(403, reply)["code"]) == (403, "pool_not_allowed")
+
+
+# -- information
+
+
+async def test_the_model_list_and_one_model(server: Server) -> None:
+    _, listed = await server.get("/v1/models")
+    assert listed["object"] == "list"
+    (card,) = listed["data"]
+    assert (card["id"], card["object"], card["max_model_len"]) == (MODEL, "model", CONTEXT)
+    assert await server.get(f"/v1/models/{MODEL}") == (200, card)
+
+
+async def test_tokenize_takes_three_forms_and_detokenize_answers(server: Server) -> None:
+    status, reply = await server.post("/tokenize", {"prompt": "Hé", "return_token_strs": True})
+    assert status == 200
+    assert (reply["tokens"], reply["count"], reply["max_model_len"]) == ([72, 195, 169], 3, CONTEXT)
+    assert reply["token_strs"] == ["H", "�", "�"]
+    assert (await server.post("/tokenize", {"content": "Hé"}))[1]["tokens"] == [72, 195, 169]
+    _, chat = await server.post("/tokenize", {"messages": CHAT["messages"]})
+    await server.post("/v1/chat/completions", CHAT)
+    assert tuple(chat["tokens"]) == server.engine.submissions[-1].prompt
+    assert (await server.post("/detokenize", {"tokens": [72, 195, 169]}))[1] == {"prompt": "Hé", "content": "Hé"}
+    for bad in ({}, {"prompt": "a", "content": "b"}, {"prompt": 5}):
+        assert (await server.post("/tokenize", bad))[0] == 400
+    assert (await server.post("/detokenize", {"tokens": [-1]}))[0] == 400
+
+
+async def test_render_shows_what_the_template_makes(server: Server) -> None:
+    status, reply = await server.post("/v1/chat/completions/render", CHAT)
+    assert status == 200
+    assert reply["prompt"] == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert reply["count"] == len(reply["tokens"])
+    assert not server.engine.submissions
+
+
+async def test_health_and_ready_follow_the_engine(server: Server) -> None:
+    for state, healthy, ready in (
+        (State.READY, 200, 200),
+        (State.DRAINING, 200, 503),
+        (State.FAILED, 503, 503),
+        (State.STOPPED, 503, 503),
+    ):
+        server.engine.state = state
+        assert (await server.get("/health"))[0] == healthy
+        assert (await server.get("/ready"))[0] == ready
+
+
+# bug: 61
+async def test_gauges_are_read_when_scraped() -> None:
+    engine = FakeEngine(None)
+    async with serving(engine) as server:
+        body = {**COMPLETION, "stream": True}
+        open_streams = [await server.session.post(server.url + "/v1/completions", json=body) for _ in range(20)]
+        assert await running(server) == 20
+        for response in open_streams:
+            response.close()
+        await server.settled()
+        assert await running(server) == 0
+
+
+async def running(server: Server) -> float:
+    async with server.session.get(server.url + "/metrics") as response:
+        assert response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        text = await response.text()
+    gauge = 'vllm:num_requests_running{model_name="tiny",pool="interactive"}'
+    (line,) = [row for row in text.splitlines() if row.startswith(gauge)]
+    return float(line.split()[-1])
+
+
+async def test_status_says_what_is_going_on(server: Server) -> None:
+    await server.post("/v1/completions", COMPLETION)
+    status, reply = await server.get("/status?steps=10")
+    assert status == 200
+    assert (reply["model"], reply["state"], reply["calls"], reply["blocks_total"]) == (MODEL, "ready", 0, 100)
+    assert reply["numbers"]["pools"]["interactive"]["requests"] == 0
+    assert reply["findings"]
+    assert set((await server.get("/version"))[1]) == {"version"}
+
+
+async def test_the_page_is_served_with_its_files(server: Server) -> None:
+    async with server.session.get(server.url + "/") as response:
+        assert response.content_type == "text/html"
+        assert "default-src 'self'" in response.headers["Content-Security-Policy"]
+        tag = response.headers["ETag"]
+    async with server.session.get(server.url + "/", headers={"If-None-Match": tag}) as response:
+        assert response.status == 304
+    async with server.session.get(server.url + "/static/client.js") as response:
+        assert (response.status, response.content_type) == (200, "text/javascript")
+
+
+async def test_a_slow_tokenizer_does_not_hold_up_health(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
+    tokenizer = server.services.model.tokenizer
+    monkeypatch.setattr(type(tokenizer), "encode", lambda *_, **__: release.wait(10) and [72])
+    slow = asyncio.create_task(server.post("/v1/completions", COMPLETION))
+    await asyncio.sleep(0.05)
+    started = time.monotonic()
+    assert (await server.get("/health"))[0] == 200
+    assert time.monotonic() - started < 1
+    assert not slow.done()
+    release.set()
+    assert (await slow)[0] == 200
+
+
+async def test_rate_limit_headers_and_cost_come_with_answers() -> None:
+    local = AccountConfig(limits=(LimitConfig(period="hour", requests=2, tokens=1000),))
+    prices = PricesConfig(prefill=1.0, decode=2.0)
+    async with serving(FakeEngine(say("ab")), local=local, prices=prices) as server:
+        async with server.session.post(server.url + "/v1/completions", json=COMPLETION) as response:
+            assert response.headers["x-ratelimit-limit-requests"] == "2"
+            assert response.headers["x-ratelimit-remaining-requests"] == "1"
+            assert response.headers["x-minserve-cost"] == "0.000006"
+        assert (await server.post("/v1/completions", COMPLETION))[0] == 200
+        async with server.session.post(server.url + "/v1/completions", json=COMPLETION) as response:
+            assert response.status == 429
+            assert error(429, await response.json())["code"] == "budget_exceeded"
+            assert response.headers["x-should-retry"] == "false"
+            assert int(response.headers["Retry-After"]) > 0
+        assert len(server.engine.submissions) == 2
+        assert [row.finish for row in server.rows] == ["stop", "stop", "refused"]
