@@ -81,8 +81,7 @@ class BlockPool:
 
     def owned(self, blocks: Iterable[int]) -> int:
         """How many of these would become available if their holder let go."""
-        references = self.references
-        return sum(references[block] == 1 for block in blocks)
+        return list(map(self.references.__getitem__, blocks)).count(1)
 
     # -- the prefix index
 

@@ -163,23 +163,18 @@ class Scheduler:
         """
         events: list[TokenEvent] = []
         for chunk, outcome in zip(plan.chunks, result.chunks, strict=True):
-            leader = self.requests.get(chunk.request_id)
-            if leader is not None:
-                self._score(leader, outcome)
+            alive = [self.requests[name] for name in (chunk.request_id, *chunk.forks) if name in self.requests]
+            if alive and outcome.scored:
+                self._waiting.add_scores(alive[0], outcome.scored)
             logprobs = outcome.fork_logprobs or repeat(None)
             for fork_id, token, logprob in zip(chunk.forks, outcome.fork_tokens, logprobs, strict=False):
                 if fork_id in self.requests:
                     self._start_fork(self.requests[fork_id], token, logprob, events)
-            if leader is not None:
-                self._advance(leader, chunk, outcome, events)
+            if chunk.request_id in self.requests:
+                self._advance(self.requests[chunk.request_id], chunk, outcome, events)
         self._cache.step_done(ran=bool(plan.chunks))
         ends = (self.finish(request_id, FinishReason.LENGTH) for request_id in plan.exhausted)
         return events + [event for event in ends if event is not None]
-
-    def _score(self, request: Request, outcome: ChunkResult) -> None:
-        scores = self._waiting.groups[request.group].scores
-        scores += outcome.scored
-        request.scored = len(scores)
 
     def _start_fork(self, fork: Request, token: int, logprob: TokenLogprob | None, events: list[TokenEvent]) -> None:
         """The leader's prompt is the fork's: shared blocks, and a copy of the last rows made before the next step."""

@@ -21,11 +21,11 @@ Key = tuple[float, float, str]
 
 @dataclass(slots=True)
 class Group:
-    """leader: id of the request that computes the prompt; None once nobody waits for it. scores: log probabilities of
-    the prompt's positions 1.., as far as they were computed."""
+    """leader: who computes the prompt; None once nobody waits for it. scores: log probabilities of the prompt's
+    positions 1.., as far as they were computed."""
 
     members: int
-    leader: str | None
+    leader: Request | None
     siblings: list[Request] = field(default_factory=list)
     scores: list[TokenLogprob] = field(default_factory=list)
 
@@ -37,7 +37,7 @@ class Waiting:
 
     def add_group(self, requests: Sequence[Request]) -> None:
         leader, *siblings = requests
-        self.groups[leader.group] = Group(len(requests), leader.id, siblings)
+        self.groups[leader.group] = Group(len(requests), leader, siblings)
         self.add(leader)
 
     def add(self, request: Request) -> None:
@@ -59,18 +59,25 @@ class Waiting:
     def siblings(self, request: Request) -> Sequence[Request]:
         """Who waits for this request."""
         group = self.groups[request.group]
-        return group.siblings if group.leader == request.id else ()
+        return group.siblings if group.leader is request else ()
+
+    def add_scores(self, request: Request, scores: Sequence[TokenLogprob]) -> None:
+        """What the next rows of the group's prompt scored; whoever leads by now goes on behind them."""
+        group = self.groups[request.group]
+        group.scores += scores
+        if group.leader is not None:
+            group.leader.scored = len(group.scores)
 
     def stop_leading(self, request: Request) -> None:
         """The prompt is computed, or the leader is gone: the next sibling leads, and goes on with the scores."""
         group = self.groups[request.group]
-        if group.leader != request.id:
+        if group.leader is not request:
             return
         group.leader = None
         if group.siblings:
             heir = group.siblings.pop(0)
             heir.scored = len(group.scores)
-            group.leader = heir.id
+            group.leader = heir
             self.add(heir)
 
     def leave(self, request: Request) -> None:

@@ -1,12 +1,13 @@
 """The books of a step that is being planned: seats and blocks that are left, and who may take them.
 
-Pure: counts from Views, nothing else. It must not know tokens of a step, nor in which order requests come to ask.
+Pure: counts from Views, nothing else. It must not know how many tokens a step has, nor in which order requests ask.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from minserve.policy.limits import Limits
 from minserve.request import Pool, View
@@ -32,56 +33,61 @@ def starving(view: View) -> bool:
     return view.skips >= (MAX_SKIPS if RANK[view.pool] == 0 else MAX_SKIPS_BELOW)
 
 
+@dataclass(slots=True)
+class Part:
+    """What one running request has of a step. held: blocks. debt: blocks it lacks for the rest of its known tokens,
+    which admissions leave to it, so that who runs gets there without preemption. count: tokens of its chunk."""
+
+    view: View
+    held: int
+    debt: int
+    count: int = 0
+    draft: tuple[int, ...] = ()
+    forks: tuple[str, ...] = ()
+
+    @property
+    def end(self) -> int:
+        return self.view.computed + self.count
+
+
 class Room:
-    """free: blocks nobody holds. seats: taken, per pool. A request's debt is what it needs beyond what it holds, to
-    reach the end of its known tokens: admissions leave it alone, so those who run get there without preemption."""
+    """parts: running requests, admitted ones included, by id. free: blocks nobody holds. seats: taken, per pool."""
 
     def __init__(self, running: Sequence[View], waiting: Sequence[View], free_blocks: int, limits: Limits) -> None:
         self.limits = limits
+        self.parts: dict[str, Part] = {}
+        self.preempted: dict[str, None] = {}
         self.free = free_blocks
         self.seats: Counter[Pool] = Counter()
-        self.preempted: dict[str, None] = {}
-        self.busy: set[str] = set()  # those with a chunk in this plan: never victims
-        self._running: dict[str, View] = {}
-        self._held: dict[str, int] = {}
-        self._debt: dict[str, int] = {}
-        self._debts = 0
         self._used: Counter[Pool] = Counter()  # blocks held alone, and debt
+        self._debts = 0
+        # Views count blocks, they don't name them. So where an admission shares blocks with a victim, assume the worst:
+        self._freed = 0  # by preemption: the next admission may have counted them as held
+        self._shared = 0  # with running requests: the next victim may keep them from being freed
         for view in running:
-            self._seat(view, view.own_blocks)
-        self._wanted = {v.id: v for v in waiting if not v.blocked}
+            self._enter(view, view.own_blocks)
+        self._wanting = {v.id: v for v in waiting if not v.blocked}
 
     # -- running requests grow
 
-    def runs(self, view: View) -> bool:
-        return view.id in self._running
+    def cover(self, part: Part, end: int) -> int:
+        """Take blocks for the rows up to `end` and return how far they reach.
 
-    def cover(self, view: View, start: int, end: int) -> int:
-        """Take blocks for rows start..end - 1 and return the end that is covered (start: none).
-
-        Preempts others only if there is not a single row otherwise.
+        Preempts others only if there is not a single row otherwise; even then it may be none.
         """
         size = self.limits.block_size
-        held = self._held[view.id]
-        while (held + self.free) * size <= start:
-            victim = self._victim(view)
+        if end <= part.held * size:
+            return end
+        while (part.held + self.free) * size <= part.end:
+            victim = self._victim(part)
             if victim is None:
-                return start
+                return part.end
             self._preempt(victim)
-        self.busy.add(view.id)
-        taken = min(max(0, self.limits.blocks_for(end) - held), self.free)
-        if taken:
-            self._take(view, taken)
-        return min(end, (held + taken) * size)
+        return self._take(part, end, self.free)
 
-    def cover_spare(self, view: View, end: int) -> int:
-        """Like cover, but with blocks that nobody will miss. Returns the end that is covered."""
-        held = self._held[view.id]
-        spare = max(0, self.free - self._debts - self.limits.watermark_blocks)
-        taken = min(max(0, self.limits.blocks_for(end) - held), spare)
-        if taken:
-            self._take(view, taken)
-        return min(end, (held + taken) * self.limits.block_size)
+    def cover_spare(self, part: Part, end: int) -> int:
+        """Like cover, but with blocks that nobody will miss."""
+        return self._take(part, end, self.free - self._debts - self.limits.watermark_blocks)
 
     # -- waiting requests come in
 
@@ -89,23 +95,25 @@ class Room:
         """Why this request can't start now, or None: then there is room, made by preempting lower pools if need be."""
         if view.blocked:
             return "prefix"
-        if not self._running:
+        if not self.parts:
             return None  # whatever was accepted fits into an empty cache
         if self.seats[view.pool] >= self.limits.pools[view.pool].max_seqs:
             return "seats"
-        seats, blocks = self._seats_left(view.pool, starving(view)), self._blocks_left(view.pool, starving(view))
-        cost = self._cost(view)
-        victims: list[View] = []
+        alone = starving(view)
+        seats, blocks, freed = self._seats_left(view.pool, alone), self._blocks_left(view.pool, alone), self._freed
+        victims: list[Part] = []
         for victim in self._lenders(view):
-            if seats >= 1 and blocks >= cost:
+            short = seats < 1, blocks < self._cost(view, freed)
+            if not any(short):
                 break
-            seat = seats < 1 and self._lent_seat(victim, victims)
-            if starving(view) or seat or (blocks < cost and self._lent_blocks(victim, victims)):
+            if alone or self._lends(victim, victims, *short):
                 victims.append(victim)
                 seats += 1
-                blocks += victim.own_blocks + self._debt[victim.id]
+                freed += self._freed_by(victim)
+                blocks += self._freed_by(victim) + victim.debt
         if seats < 1:
-            return "seats" if self.limits.max_seqs <= self.seats.total() else "pool_share"
+            return "seats" if self._seats_left(view.pool, True) < 1 else "pool_share"
+        cost = self._cost(view, freed)
         if blocks < cost:
             return "blocks" if self._blocks_left(view.pool, True) < cost else "pool_share"
         for victim in victims:
@@ -113,16 +121,18 @@ class Room:
         return None
 
     def admit(self, view: View) -> None:
-        self._wanted.pop(view.id)
-        self.free -= view.free_hits
-        self._seat(view, view.free_hits)
+        del self._wanting[view.id]
+        found = self._found(view, self._freed)
+        self.free -= found
+        self._freed -= found - view.free_hits
+        self._shared += view.blocks - view.free_hits
+        self._enter(view, found)
 
     def fork(self, view: View) -> bool:
         """A seat for a sibling that shares the full blocks of `view` and gets a copy of the last, partial one."""
-        blocks = 1 if view.known % self.limits.block_size else 0
-        pool = view.pool
-        fits = self._seats_left(pool, False) >= 1 and self._blocks_left(pool, False) >= blocks
-        if not fits or self.seats[pool] >= self.limits.pools[pool].max_seqs:
+        pool, blocks = view.pool, 1 if view.known % self.limits.block_size else 0
+        seats = min(self._seats_left(pool, False), self.limits.pools[pool].max_seqs - self.seats[pool])
+        if seats < 1 or self._blocks_left(pool, False) < blocks:
             return False
         self.seats[pool] += 1
         self.free -= blocks
@@ -131,6 +141,36 @@ class Room:
 
     # -- the books
 
+    def _enter(self, view: View, own: int) -> None:
+        """A running request, with so many blocks that nobody else holds."""
+        debt = max(0, self._goal(view) - view.blocks)
+        self.parts[view.id] = Part(view, view.blocks, debt)
+        self.seats[view.pool] += 1
+        self._used[view.pool] += own + debt
+        self._debts += debt
+
+    def _take(self, part: Part, end: int, most: int) -> int:
+        """Up to `most` blocks for the rows up to `end`; returns how far the request's blocks reach then."""
+        taken = max(0, min(self.limits.blocks_for(end) - part.held, most))
+        paid = min(taken, part.debt)
+        self.free -= taken
+        part.held += taken
+        part.debt -= paid
+        self._debts -= paid
+        self._used[part.view.pool] += taken - paid
+        return min(end, part.held * self.limits.block_size)
+
+    def _preempt(self, victim: Part) -> None:
+        view, freed = victim.view, self._freed_by(victim)
+        del self.parts[view.id]
+        self.preempted[view.id] = None
+        self.seats[view.pool] -= 1
+        self.free += freed
+        self._freed += freed
+        self._shared = max(0, self._shared - view.own_blocks)
+        self._used[view.pool] -= view.own_blocks + victim.debt
+        self._debts -= victim.debt
+
     def _goal(self, view: View) -> int:
         """Blocks a request holds when it has come as far as it must be sure to come."""
         tokens = view.known
@@ -138,81 +178,74 @@ class Room:
             tokens = max(tokens, view.limit - 1)  # the last token is never computed
         return min(self.limits.blocks_for(tokens), self.limits.num_blocks)
 
-    def _cost(self, view: View) -> int:
+    def _found(self, view: View, freed: int) -> int:
+        """Blocks found in the index that count as free."""
+        return view.free_hits + min(view.blocks - view.free_hits, freed)
+
+    def _cost(self, view: View, freed: int) -> int:
         """Free blocks that admitting this request takes, now or later."""
-        return view.free_hits + max(0, self._goal(view) - view.blocks)
+        return self._found(view, freed) + max(0, self._goal(view) - view.blocks)
 
-    def _seat(self, view: View, own: int) -> None:
-        debt = max(0, self._goal(view) - view.blocks)
-        self._running[view.id] = view
-        self._held[view.id] = view.blocks
-        self._debt[view.id] = debt
-        self._debts += debt
-        self._used[view.pool] += own + debt
-        self.seats[view.pool] += 1
-
-    def _take(self, view: View, blocks: int) -> None:
-        self.free -= blocks
-        self._held[view.id] += blocks
-        paid = min(blocks, self._debt[view.id])
-        self._debt[view.id] -= paid
-        self._debts -= paid
-        self._used[view.pool] += blocks - paid
-
-    def _preempt(self, victim: View) -> None:
-        del self._running[victim.id]
-        debt = self._debt.pop(victim.id)
-        self._debts -= debt
-        self.free += victim.own_blocks
-        self._used[victim.pool] -= victim.own_blocks + debt
-        self.seats[victim.pool] -= 1
-        self.preempted[victim.id] = None
+    def _freed_by(self, victim: Part) -> int:
+        """Blocks that preempting this request surely frees."""
+        return max(0, victim.view.own_blocks - self._shared)
 
     def _seats_left(self, pool: Pool, alone: bool) -> int:
+        """For one more admission; without what other pools were promised and want, unless `alone`."""
         left = self.limits.max_seqs - self.seats.total()
-        return left if alone else left - sum(self._promised_seats(other) for other in Pool if other is not pool)
+        if not alone:
+            for other, wanting in self._others(pool).items():
+                left -= min(len(wanting), max(0, self.limits.promised_seats(other) - self.seats[other]))
+        return left
 
     def _blocks_left(self, pool: Pool, alone: bool) -> int:
         left = self.free - self._debts - self.limits.watermark_blocks
-        return left if alone else left - sum(self._promised_blocks(other) for other in Pool if other is not pool)
+        if not alone:
+            for other, wanting in self._others(pool).items():
+                wanted = sum(self._cost(view, 0) for view in wanting)
+                left -= min(wanted, max(0, self.limits.promised_blocks(other) - self._used[other]))
+        return left
 
-    def _promised_seats(self, pool: Pool) -> int:
-        """Seats that the pool was promised, waits for and has not got."""
-        waiting = sum(1 for view in self._wanted.values() if view.pool is pool)
-        return min(waiting, max(0, self.limits.promised_seats(pool) - self.seats[pool]))
-
-    def _promised_blocks(self, pool: Pool) -> int:
-        wanted = sum(self._cost(view) for view in self._wanted.values() if view.pool is pool)
-        return min(wanted, max(0, self.limits.promised_blocks(pool) - self._used[pool]))
+    def _others(self, pool: Pool) -> dict[Pool, list[View]]:
+        """Who waits in the other pools."""
+        return {
+            other: [view for view in self._wanting.values() if view.pool is other]
+            for other in Pool
+            if other is not pool
+        }
 
     # -- who makes room
 
-    def _victim(self, view: View) -> View | None:
-        """The last in order of the lowest pool that holds more than its promise, or the last behind `view` in its own.
+    def _victim(self, part: Part) -> Part | None:
+        """The last in order of the lowest pool that holds more than it was promised, or the last behind `part` in its
+        own. Who has a chunk in this plan is spared.
 
         The first of a plan gets its block whatever was promised: so there is always somebody who advances.
         """
-        rank, place = RANK[view.pool], order(view)
+        first = not any(other.count for other in self.parts.values())
+        rank, place = RANK[part.view.pool], order(part.view)
 
-        def gives(other: View) -> bool:
-            if other.pool is view.pool:
-                return order(other) > place
-            promise = self.limits.promised_blocks(other.pool)
-            return RANK[other.pool] > rank and (not self.busy or self._used[other.pool] > promise)
+        def gives(view: View) -> bool:
+            if view.pool is part.view.pool:
+                return order(view) > place
+            return RANK[view.pool] > rank and (first or self._used[view.pool] > self.limits.promised_blocks(view.pool))
 
-        candidates = [v for v in self._running.values() if v.id not in self.busy and v is not view and gives(v)]
-        return max(candidates, key=lambda v: (RANK[v.pool], v.own_blocks > 0, order(v)), default=None)
+        candidates = [p for p in self.parts.values() if not p.count and gives(p.view)]
+        return max(candidates, key=lambda p: (RANK[p.view.pool], p.view.own_blocks > 0, order(p.view)), default=None)
 
-    def _lenders(self, view: View) -> Iterator[View]:
+    def _lenders(self, view: View) -> list[Part]:
         """Running requests of lower pools that an admission may preempt, last in order first."""
-        below = [v for v in self._running.values() if RANK[v.pool] > RANK[view.pool] and v.id not in self.busy]
-        lenders = [v for v in below if v.preemptions < MAX_PREEMPTIONS]
-        return iter(sorted(lenders, key=lambda v: (RANK[v.pool], order(v)), reverse=True))
+        below = [
+            part
+            for part in self.parts.values()
+            if RANK[part.view.pool] > RANK[view.pool] and not part.count and part.view.preemptions < MAX_PREEMPTIONS
+        ]
+        return sorted(below, key=lambda part: (RANK[part.view.pool], order(part.view)), reverse=True)
 
-    def _lent_seat(self, victim: View, gone: Sequence[View]) -> bool:
-        left = self.seats[victim.pool] - sum(1 for v in gone if v.pool is victim.pool)
-        return left > self.limits.promised_seats(victim.pool)
-
-    def _lent_blocks(self, victim: View, gone: Sequence[View]) -> bool:
-        left = self._used[victim.pool] - sum(v.own_blocks + self._debt[v.id] for v in gone if v.pool is victim.pool)
-        return left > self.limits.promised_blocks(victim.pool)
+    def _lends(self, victim: Part, gone: Sequence[Part], seat: bool, blocks: bool) -> bool:
+        """Whether its pool has more seats, or more blocks, than it was promised, once these have gone."""
+        pool = victim.view.pool
+        others = [part for part in gone if part.view.pool is pool]
+        used = self._used[pool] - sum(part.view.own_blocks + part.debt for part in others)
+        spare_seat = self.seats[pool] - len(others) > self.limits.promised_seats(pool)
+        return (seat and spare_seat) or (blocks and used > self.limits.promised_blocks(pool))

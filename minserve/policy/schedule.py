@@ -20,10 +20,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from minserve.policy.limits import Limits, PoolLimits
-from minserve.policy.room import MAX_SKIPS, MAX_SKIPS_BELOW, RANK, Room, order
+from minserve.policy.room import MAX_SKIPS, MAX_SKIPS_BELOW, RANK, Part, Room, order
 from minserve.request import Chunk, Pool, StepPlan, View
 
 __all__ = ["Limits", "PlanFunction", "PoolLimits", "order", "plan_step"]
@@ -43,25 +42,6 @@ def plan_step(
         plan.prompts(pool)
     plan.hand_out_rest()
     return plan.result()
-
-
-@dataclass(slots=True)
-class _Grant:
-    """What a request gets in this step, while the plan is being made."""
-
-    view: View
-    count: int = 0
-    draft: tuple[int, ...] = ()
-    forks: list[str] = field(default_factory=list)
-
-    @property
-    def end(self) -> int:
-        return self.view.computed + self.count
-
-    @property
-    def samples(self) -> bool:
-        """The chunk reaches the end of the known tokens, and another one is wanted."""
-        return self.end == self.view.known < self.view.limit
 
 
 class _Planner:
@@ -87,12 +67,13 @@ class _Planner:
         if decodes:
             self.budget = min(self.budget, limits.chunk_tokens)
         self.step_budget = self.budget
+        self.kept = 0  # prompt tokens that higher pools left to lower ones
         # Every seat in use keeps a row; what is beyond them may go to scored rows and drafts.
         forks = sum(len(view.forks) for view in (*running, *waiting))
         self.spare_rows = self.rows = max(
             0, limits.max_rows - min(limits.max_seqs, len(running) + len(waiting) + forks)
         )
-        self.grants: dict[str, _Grant] = {}
+        self.granted: list[Part] = []  # those with a chunk, in the order of the plan
         self.admitted: list[str] = []
         self.refused: dict[str, str] = {}
         self.closed = self._closed_above()
@@ -101,62 +82,73 @@ class _Planner:
 
     def decode(self, pool: Pool) -> None:
         for view in self.decoding[pool]:
-            if not self.decode_tokens:
-                return
-            if not self.room.runs(view):
-                continue
-            if not self.extend(view, 1) and (self.alone or view.known > self.limits.capacity):
-                self.exhausted.append(view.id)
-            self.decode_tokens -= 1
+            part = self.room.parts.get(view.id)
+            if part is not None and self.decode_tokens:
+                self.decode_tokens -= 1
+                if not self._grant(part, 1) and (self.alone or view.known > self.limits.capacity):
+                    self.exhausted.append(view.id)
 
-    # -- rules 3 and 4
+    # -- rules 3, 4 and 5
 
     def prompts(self, pool: Pool) -> None:
-        """Running prompts and admissions of one pool, in order, within the pool's part of the prompt tokens."""
-        line = sorted(self.prompt[pool] + self.waiting[pool], key=order)
-        budget = mine = self.budget - self._promised_below(pool)
-        for place, view in enumerate(line, start=1):
-            if not self.room.runs(view) and not self._admit(view, budget):
-                continue
-            share = budget if place == len(line) else max(self.limits.block_size, budget // 2)
-            budget -= self.extend(view, min(share, budget))
-        self.budget -= mine - budget
-        self._top_up(line, budget)
+        """Running prompts and admissions of one pool, in order; what lower pools were promised is kept for them."""
+        kept = self._promised_below(pool)
+        self.kept += kept
+        self.budget -= kept
+        self._share_out(pool)
+        self.budget += kept
 
     def hand_out_rest(self) -> None:
-        """Tokens that were kept for a lower pool in vain go to prompts; drafts get what nobody else could use."""
-        for pool in Pool:
-            self._top_up(self.prompt[pool] + self.waiting[pool], self.budget)
-        tokens = self.limits.max_step_tokens - sum(grant.count for grant in self.grants.values())
-        for grant in self.grants.values():
-            if grant.view.draft and grant.samples and not grant.forks:
-                tokens -= self._draft(grant, tokens)
+        """Prompt tokens that were kept in vain go round again; drafts get what nobody else could use."""
+        if self.kept and self.budget:
+            for pool in Pool:
+                self._share_out(pool)
+        tokens = self.limits.max_step_tokens - sum(part.count for part in self.granted)
+        for part in self.granted:
+            if part.view.draft and _samples(part) and not part.forks:
+                tokens -= self._draft(part, tokens)
 
-    def extend(self, view: View, count: int) -> int:
-        """Give a request up to `count` more tokens, as far as rows and blocks go; returns how many it got."""
-        grant = self.grants.get(view.id) or _Grant(view)
-        start = grant.end
+    def _share_out(self, pool: Pool) -> None:
+        """Half of what is left for each while others stand behind it; then the rest, first come first served."""
+        line = sorted(self.prompt[pool] + self.waiting[pool], key=order)
+        for place, view in enumerate(line, start=1):
+            if view.id in self.room.parts or self._admit(view):
+                half = max(self.limits.block_size, self.budget // 2)
+                self._extend(view, self.budget if place == len(line) else half)
+        for view in line:
+            if self.budget and view.id in self.room.parts:
+                self._extend(view, self.budget)
+
+    def _extend(self, view: View, count: int) -> None:
+        """Up to `count` more prompt tokens out of the budget."""
+        self.budget -= self._grant(self.room.parts[view.id], min(count, self.budget))
+
+    def _grant(self, part: Part, count: int) -> int:
+        """Up to `count` more tokens, as far as rows and blocks go; returns how many it got."""
+        view, start = part.view, part.end
         end = min(start + count, view.known)
         if end <= start:
             return 0
-        if view.scored[1] > start:
-            end = self._rows_reach(grant, end)
-        end = self.room.cover(view, start, end)
+        scores = view.scored[1] > view.computed
+        if scores:
+            end = self._rows_reach(part, end)
+        end = self.room.cover(part, end)
         if end <= start:
             return 0
-        self.grants[view.id] = grant
-        before = self._extra_rows(grant)
-        grant.count = end - view.computed
-        self.rows -= self._extra_rows(grant) - before
-        if grant.samples and view.forks:
-            self._fork(grant)
+        if not part.count:
+            self.granted.append(part)
+        if scores:
+            self.rows += _extra_rows(part, part.end) - _extra_rows(part, end)
+        part.count = end - view.computed
+        if view.forks and _samples(part):
+            self._fork(part)
         return end - start
 
     def result(self) -> StepPlan:
         return StepPlan(
             step=self.step,
-            chunks=tuple(_chunk(grant) for grant in self.grants.values()),
-            admitted=(*self.admitted, *(fork for grant in self.grants.values() for fork in grant.forks)),
+            chunks=tuple(_chunk(part) for part in self.granted),
+            admitted=(*self.admitted, *(fork for part in self.granted for fork in part.forks)),
             preempted=tuple(self.room.preempted),
             exhausted=tuple(self.exhausted),
             skipped=tuple(view.id for pool in Pool for view in self._overtaken(pool)),
@@ -165,23 +157,24 @@ class _Planner:
 
     # -- admissions
 
-    def _admit(self, view: View, budget: int) -> bool:
+    def _admit(self, view: View) -> bool:
         if view.id in self.room.preempted:
             return False
-        reason = self._refusal(view, budget)
+        reason = self._refusal(view)
         if reason is None:
             self.room.admit(view)
             self.admitted.append(view.id)
+            self.refused.pop(view.id, None)
             return True
         self.refused[view.id] = reason
         if reason in STUCK and view.skips >= MAX_SKIPS:
             self.closed.update({pool: reason for pool in Pool if RANK[pool] >= RANK[view.pool]})
         return False
 
-    def _refusal(self, view: View, budget: int) -> str | None:
+    def _refusal(self, view: View) -> str | None:
         if view.pool in self.closed:
             return self.closed[view.pool]
-        if budget <= 0:
+        if self.budget <= 0:
             return "step_budget"
         if view.scored[1] > view.computed and self.rows == 0 < self.spare_rows:
             return "rows"
@@ -217,39 +210,32 @@ class _Planner:
 
     # -- what a request gets
 
-    def _top_up(self, line: Sequence[View], budget: int) -> None:
-        for view in line:
-            if budget > 0 and view.id in self.grants:
-                got = self.extend(view, budget)
-                budget -= got
-                self.budget -= got
-
-    def _fork(self, grant: _Grant) -> None:
-        for sibling in grant.view.forks:
-            if not self.room.fork(grant.view):
+    def _fork(self, part: Part) -> None:
+        for sibling in part.view.forks:
+            if not self.room.fork(part.view):
                 return
-            grant.forks.append(sibling)
+            part.forks += (sibling,)
 
-    def _draft(self, grant: _Grant, tokens: int) -> int:
-        view = grant.view
+    def _draft(self, part: Part, tokens: int) -> int:
+        view = part.view
         count = min(len(view.draft), tokens, self.rows, view.limit - view.known - 1)
         if count > 0:
-            count = self.room.cover_spare(view, view.known + count) - view.known
-        if count > 0:
-            grant.draft = view.draft[:count]
+            count = self.room.cover_spare(part, view.known + count) - view.known
+            part.draft = view.draft[:count]
             self.rows -= count
-        return len(grant.draft)
+        return len(part.draft)
 
-    def _rows_reach(self, grant: _Grant, end: int) -> int:
+    def _rows_reach(self, part: Part, end: int) -> int:
         """How far the chunk may go so that its logit rows fit: its own one and what is left of the others."""
-        first = max(grant.view.computed, grant.view.scored[0])
-        allowed = 1 + self._extra_rows(grant) + self.rows
-        wanted = _scored(grant.view, end) + (end == grant.view.known < grant.view.limit)
-        return end if wanted <= allowed else min(end, first + allowed)
+        allowed = 1 + _extra_rows(part, part.end) + self.rows
+        if _extra_rows(part, end) < allowed:
+            return end
+        return min(end, max(part.view.computed, part.view.scored[0]) + allowed)
 
-    def _extra_rows(self, grant: _Grant) -> int:
-        """Logit rows of the chunk beyond the one that every seat keeps."""
-        return max(0, _scored(grant.view, grant.end) + grant.samples - 1)
+
+def _samples(part: Part) -> bool:
+    """The chunk reaches the end of the known tokens, and another one is wanted."""
+    return part.end == part.view.known < part.view.limit
 
 
 def _scored(view: View, end: int) -> int:
@@ -257,14 +243,14 @@ def _scored(view: View, end: int) -> int:
     return max(0, min(end, view.scored[1]) - max(view.computed, view.scored[0]))
 
 
-def _chunk(grant: _Grant) -> Chunk:
-    view, drafts = grant.view, len(grant.draft)
-    return Chunk(
-        request_id=view.id,
-        start=view.computed,
-        count=grant.count + drafts,
-        samples=1 + drafts if grant.samples else 0,
-        draft=grant.draft,
-        scored=_scored(view, grant.end),
-        forks=tuple(grant.forks),
-    )
+def _extra_rows(part: Part, end: int) -> int:
+    """Logit rows of a chunk up to `end`, beyond the one that every seat keeps."""
+    view = part.view
+    return max(0, _scored(view, end) + (end == view.known < view.limit) - 1)
+
+
+def _chunk(part: Part) -> Chunk:
+    view, drafts = part.view, len(part.draft)
+    samples = 1 + drafts if _samples(part) else 0
+    scored = _scored(view, part.end) if view.scored[1] else 0
+    return Chunk(view.id, view.computed, part.count + drafts, samples, part.draft, scored, part.forks)
