@@ -28,6 +28,7 @@ from minserve.economics.limits import Limiter, Scope, Ticket, rate_headers
 from minserve.economics.loops import Repeats, Runs
 from minserve.economics.payers import SERVER, Payers
 from minserve.economics.prices import Prices, money, nano
+from minserve.economics.reconfigure import reconfigure
 from minserve.economics.reservation import Admission, Reservation
 from minserve.economics.restore import restore
 from minserve.economics.rows import REFUSED, Row
@@ -72,8 +73,9 @@ class Accounting:
         self._repeats = Repeats(config.loops)
         self._drift = PromptDrift(self.alerts, ratio=config.alerts.drift_ratio, least=config.alerts.drift_min_requests)
         self.payers = Payers(config, self._runs)
-        self._spend = self._watch_spend()
+        self._spend = self.watch_spend()
         self._open_cost = 0
+        self._open: dict[int, tuple[Identity, Ticket]] = {}
         self._next_seq = 0
         self._device = DeviceHours(ledger.execute, self.clock) if ledger else None
         if ledger is not None:
@@ -124,6 +126,10 @@ class Accounting:
     def identify(self, authorization: str | None, origin: str | None = None) -> Identity:
         return self.keys.identify(authorization, origin, now=self.clock())
 
+    async def reconfigure(self, config: Config) -> None:
+        """Keys, accounts, caps and prices are those of `config` from now on; see `reconfigure.py`."""
+        await reconfigure(self, config)
+
     # -- one call
 
     async def reserve(self, admission: Admission) -> Reservation:
@@ -150,6 +156,7 @@ class Accounting:
         self._open_cost += cost
         row = admission.row(self._number(), now)
         row.reserved = cost
+        self._open[row.seq] = identity, ticket
         reservation = Reservation(self, row, ticket, started)
         await self._commit(reservation)
         self._drift.observe(identity.feature, admission.prompt_tokens, now)
@@ -178,6 +185,7 @@ class Accounting:
         """The finished row of a call; counters corrected. Reservation.settle is the way in."""
         tokens = end.prompt_tokens + end.completion_tokens
         cost = self.prices.cost(end.prompt_tokens, end.cached_tokens, end.completion_tokens)
+        cost = min(cost, row.reserved)  # prices may have risen meanwhile
         self.release(row, ticket, Amount(1, tokens, cost) if tokens else ZERO)
         total_ms = (time.monotonic() - started) * 1e3
         row = msgspec.structs.replace(row, cost=cost, total_ms=total_ms, **end.columns())
@@ -190,6 +198,7 @@ class Accounting:
     def release(self, row: Row, ticket: Ticket, actual: Amount) -> None:
         self.limiter.correct(ticket, actual)
         self._open_cost -= row.reserved
+        del self._open[row.seq]
 
     def refuse(self, admission: Admission, error: RequestError) -> None:
         """A row for a call that never got a reservation. Callers without an account are counted, not written."""
@@ -245,7 +254,7 @@ class Accounting:
 
     # -- the server's own limit
 
-    def _watch_spend(self) -> SpendAlerts | None:
+    def watch_spend(self) -> SpendAlerts | None:
         limit = self.payers.server
         if limit is None:
             return None

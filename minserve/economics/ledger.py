@@ -66,6 +66,7 @@ class Ledger:
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._soon = False
+        self._under_way = 0
         self._jobs: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._clean_at = 0.0
@@ -120,6 +121,14 @@ class Ledger:
         with contextlib.suppress(LedgerError):
             await asyncio.shield(waiter)
 
+    async def rest(self, tries: int = 100) -> None:
+        """Return at a moment in which the file holds everything. LedgerError if there is none."""
+        for _ in range(tries):
+            await self.flush()
+            if not (self._rows or self._under_way):
+                return
+        raise LedgerError("the ledger can't be written now" if not self.available else "the ledger is never at rest")
+
     async def close(self) -> None:
         """Write what is left and close the file. Idempotent."""
         for _ in range(2):  # what the first attempt gave back is tried once more
@@ -151,6 +160,7 @@ class Ledger:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, args=(loop,), name="minserve-ledger", daemon=True)
             self._thread.start()
+        self._under_way += 1
         self._jobs.put(_Batch(self._rows, self._statements, self._waiter))
         self._rows, self._statements, self._waiter = {}, [], None
 
@@ -159,6 +169,7 @@ class Ledger:
         if error is not None and self.available:
             log.error("the ledger can't be written: %s", error)
         self.available = error is None
+        self._under_way -= len(batches)
         for batch in batches:
             if error is not None:
                 self._rows.update((seq, row) for seq, row in batch.rows.items() if row.finish not in (OPEN, REFUSED))

@@ -155,7 +155,7 @@ def refusal(scope: Scope, limit: Limit, amount: Amount, surplus: Amount, wait: f
     index = next(i for i, over in enumerate(surplus) if over)
     kind, cap = limit.caps[index]
     whose = _WHOSE[scope.kind]
-    shown = f"{money(cap or 0) if kind == 'money' else cap} {kind}"
+    shown = f"a cost of {money(cap or 0)}" if kind == "money" else f"{cap} {kind}"
     message = f"{whose} allows {shown} {limit.period}"
     alone = limit.surplus(amount)[index]
     if alone:

@@ -41,22 +41,33 @@ class Payers:
     def shown(self, identity: Identity) -> list[Payer]:
         """The scopes whose room a caller may see in rate-limit headers.
 
-        A call that names no end user counts as one end user without a name, so leaving it out dodges nothing.
+        A call that names no end user counts as one end user without a name, so leaving it out dodges nothing. A key
+        that was removed while its call runs has no caps any more.
         """
         payers = (
-            Payer(Scope("key", (identity.key,)), self._keys[identity.key]),
+            Payer(Scope("key", (identity.key,)), self._keys.get(identity.key, ())),
             Payer(Scope("user", (identity.user,)), self._users.get(identity.user, ())),
-            Payer(Scope("end_user", (identity.key, identity.end_user)), self._end_users[identity.key]),
+            Payer(Scope("end_user", (identity.key, identity.end_user)), self._end_users.get(identity.key, ())),
         )
         return [payer for payer in payers if payer.limits]
 
-    def periods(self) -> dict[str, set[Period]]:
-        """Which periods each kind of scope is counted in."""
+    @property
+    def counted(self) -> set[tuple[str, str, Period]]:
+        """Every (kind, name, period) in which calls are counted; end users by their key."""
         tables = {"key": self._keys, "user": self._users, "end_user": self._end_users}
         found = {
-            kind: {limit.period for limits in table.values() for limit in limits} for kind, table in tables.items()
+            (kind, name, limit.period)
+            for kind, table in tables.items()
+            for name, limits in table.items()
+            for limit in limits
         }
-        found["server"] = {self.server.period} if self.server else set()
+        return found | ({("server", "", self.server.period)} if self.server else set())
+
+    def periods(self) -> dict[str, set[Period]]:
+        """Which periods each kind of scope is counted in."""
+        found: dict[str, set[Period]] = {"key": set(), "user": set(), "end_user": set(), "server": set()}
+        for kind, _, period in self.counted:
+            found[kind].add(period)
         return found
 
 
