@@ -1,8 +1,8 @@
 """What the ledger remembers of budgets: counters are rebuilt from it at start, so a restart forgives nothing.
 
-Owns the queries that turn rows back into counters. Reads only. A call counts as one if it processed anything; so refused
-calls, and admitted ones that failed before any work, do not. Rows from a far future were written under a wrong clock and
-do not count.
+Owns the queries that turn rows back into counters. Reads only. A call counts as one if it processed anything; so
+refused calls, and admitted ones that failed before any work, do not. Rows from a far future were written under a wrong
+clock and do not count.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class Ledger:
         self.lost_rows = 0
         self._rows: dict[int, Row] = {}
         self._statements: list[Statement] = []
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiters: list[asyncio.Future[None]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._soon = False
         self._under_way = 0
@@ -89,14 +89,10 @@ class Ledger:
     async def commit(self, row: Row) -> None:
         """Write a row and wait until it is committed. LedgerError if it could not be; an open row is not kept then."""
         self._rows[row.seq] = row
-        loop = asyncio.get_running_loop()
-        if self._waiter is None:
-            self._waiter = loop.create_future()
-            self._waiter.add_done_callback(_retrieve)
         if not self._soon:
             self._soon = True
-            loop.call_soon(self._flush)
-        await asyncio.shield(self._waiter)
+            asyncio.get_running_loop().call_soon(self._flush)
+        await self._committed()
 
     def put(self, row: Row) -> None:
         """Write a row soon. While the disk is full, refused calls are counted as lost, others are kept for later."""
@@ -113,13 +109,10 @@ class Ledger:
 
     async def flush(self) -> None:
         """Wait until everything put so far is committed, or could not be."""
-        if self._waiter is None:
-            self._waiter = asyncio.get_running_loop().create_future()
-            self._waiter.add_done_callback(_retrieve)
-        waiter = self._waiter
+        committed = self._committed()
         self._flush()
         with contextlib.suppress(LedgerError):
-            await asyncio.shield(waiter)
+            await committed
 
     async def rest(self, tries: int = 100) -> None:
         """Return at a moment in which the file holds everything. LedgerError if there is none."""
@@ -146,6 +139,12 @@ class Ledger:
             self._rows.clear()
         self.database.close()
 
+    def _committed(self) -> asyncio.Future[None]:
+        """A future of the caller's own, for the batch that is being gathered: one that is cancelled disturbs nobody."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.append(future)
+        return future
+
     def _later(self, delay: float) -> None:
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(delay, self._flush)
@@ -161,8 +160,8 @@ class Ledger:
             self._thread = threading.Thread(target=self._work, args=(loop,), name="minserve-ledger", daemon=True)
             self._thread.start()
         self._under_way += 1
-        self._jobs.put(_Batch(self._rows, self._statements, self._waiter))
-        self._rows, self._statements, self._waiter = {}, [], None
+        self._jobs.put(_Batch(self._rows, self._statements, self._waiters))
+        self._rows, self._statements, self._waiters = {}, [], []
 
     def _done(self, batches: Sequence[_Batch], error: LedgerError | None) -> None:
         """Back on the loop: tell who waited. Settled rows of a failed batch come back; open ones will be settled."""
@@ -174,11 +173,13 @@ class Ledger:
             if error is not None:
                 self._rows.update((seq, row) for seq, row in batch.rows.items() if row.finish not in (OPEN, REFUSED))
                 self._statements[:0] = batch.statements
-            if batch.waiter is not None and not batch.waiter.done():
+            for waiter in batch.waiters:
+                if waiter.done():
+                    continue
                 if error is None:
-                    batch.waiter.set_result(None)
+                    waiter.set_result(None)
                 else:
-                    batch.waiter.set_exception(error)
+                    waiter.set_exception(error)
         if self._rows or self._statements:
             self._later(LAG_S if error is None else RETRY_S)
 
@@ -234,10 +235,4 @@ class Ledger:
 class _Batch(NamedTuple):
     rows: dict[int, Row]
     statements: list[Statement]
-    waiter: asyncio.Future[None] | None
-
-
-def _retrieve(future: asyncio.Future[None]) -> None:
-    """A waiter may have been cancelled before the error came; that is not an error nobody looked at."""
-    if not future.cancelled():
-        future.exception()
+    waiters: list[asyncio.Future[None]]

@@ -48,6 +48,13 @@ class Limit:
         """(kind, cap) in the order of an Amount."""
         return ("requests", self.requests), ("tokens", self.tokens), ("money", self.cost)
 
+    def allows(self, used: Amount, more: Amount) -> bool:
+        return (
+            (self.requests is None or used[0] + more[0] <= self.requests)
+            and (self.tokens is None or used[1] + more[1] <= self.tokens)
+            and (self.cost is None or used[2] + more[2] <= self.cost)
+        )
+
     def surplus(self, used: Amount) -> Amount:
         """How far `used` is above the caps; 0 where it is within them."""
         over = (0 if cap is None else max(0, u - cap) for u, (_, cap) in zip(used, self.caps, strict=True))
@@ -82,8 +89,8 @@ class Limiter:
         counters = [(p.scope, limit, self.counter(p.scope, limit.period)) for p in payers for limit in p.limits]
         for scope, limit, counter in counters:
             counter.advance(now)
-            surplus = limit.surplus(counter.total.plus(amount))
-            if surplus != ZERO:
+            if not limit.allows(counter.total, amount):
+                surplus = limit.surplus(counter.total.plus(amount))
                 raise refusal(scope, limit, amount, surplus, counter.wait(now, surplus))
         self._sweep(now)
         self._until.update((payer.scope, payer.until) for payer in payers if payer.until is not None)
