@@ -252,13 +252,11 @@ class Server:
 
 
 @asynccontextmanager
-async def serving(
-    engine: Any = None, config: Config | None = None, *, model: ServedModel | None = None, **sections: Any
-) -> AsyncIterator[Server]:
-    """A server on a free port around `engine`; `sections` replace sections of the configuration."""
-    engine = engine or FakeEngine()
+async def serving(runs: Any = None, *, model: ServedModel | None = None, **sections: Any) -> AsyncIterator[Server]:
+    """A server on a free port around an engine; `sections` replace sections of the configuration."""
+    engine = runs or FakeEngine()
     model = model or tiny_model()
-    config = structs.replace(config or Config(), **sections)
+    config = structs.replace(Config(), **sections)
     rows: list[Row] = []
     telemetry = Telemetry(model.name, config)
     telemetry.watch(engine.status)

@@ -1,0 +1,36 @@
+"""The real engine on a tiny random model, behind the real server."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from minserve.assemble import Assembly, assemble
+from minserve.async_engine import AsyncEngine
+from minserve.config import Config, EngineConfig, ModelConfig
+from minserve.request import Pool
+from minserve.server.serve import served_model
+from tests.server.fakes import MODEL, Server, serving
+
+SMALL = EngineConfig(backend="numpy", num_blocks=64, block_size=8, max_num_seqs=6, max_num_batched_tokens=48)
+
+
+def small_model(engine: EngineConfig = SMALL) -> Assembly:
+    return assemble(Config(model=ModelConfig(name="dummy:llama-tiny", served_name=MODEL), engine=engine))
+
+
+@asynccontextmanager
+async def real_server(
+    engine: EngineConfig = SMALL, *, max_queue: int = 256, step_timeout: float = 30.0, **sections: Any
+) -> AsyncIterator[tuple[Server, Assembly]]:
+    """sections: of the server's configuration."""
+    assembly = small_model(engine)
+    runner = AsyncEngine(assembly.engine, max_queue=dict.fromkeys(Pool, max_queue), step_timeout=step_timeout)
+    await runner.start()
+    try:
+        async with serving(runner, model=served_model(assembly), engine=engine, **sections) as server:
+            assembly.engine.observers.extend(server.services.telemetry.observers)
+            yield server, assembly
+    finally:
+        await runner.stop()
