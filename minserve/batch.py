@@ -9,6 +9,7 @@ Shapes: T tokens, R requests in the step (one per chunk), B blocks in the longes
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +36,13 @@ def uniform(seed: int, choice: int, index: int) -> float:
 
     So a token does not depend on batch mates, and preemption cannot change it. 24 bits, exact in float32.
     """
-    return (_mix(_mix(_mix(seed & _MASK) ^ choice) ^ index) >> 40) / (1 << 24)
+    return (_mix(_stream(seed, choice) ^ index) >> 40) / (1 << 24)
+
+
+@lru_cache(maxsize=4096)
+def _stream(seed: int, choice: int) -> int:
+    """What all tokens of a choice have in common."""
+    return _mix(_mix(seed & _MASK) ^ choice)
 
 
 @dataclass(frozen=True, slots=True)

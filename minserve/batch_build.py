@@ -10,9 +10,9 @@ in every step, so lists are flattened once and positions and slots are computed 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,13 +22,12 @@ from minserve.request import Chunk, Request, SamplingParams, StepPlan
 _SCORING = SamplingParams(max_tokens=0, temperature=0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """One logit row: whose sampling parameters, which output index; target >= 0 = scored only, nothing is drawn."""
+class _Row(NamedTuple):
+    """One logit row: whose parameters, which output token; target >= 0 = scored only, nothing is drawn."""
 
     request: Request
     params: SamplingParams
-    index: int
+    output_index: int
     target: int = -1
 
 
@@ -134,7 +133,7 @@ def _sampling(rows: Sequence[_Row], vocab_size: int) -> SamplingArrays:
 
 def _uniform(row: _Row) -> float:
     """Greedy rows draw nothing."""
-    return uniform(row.request.seed, row.request.choice, row.index) if row.params.temperature > 0 else 0.0
+    return uniform(row.request.seed, row.request.choice, row.output_index) if row.params.temperature > 0 else 0.0
 
 
 def _penalties(params: Sequence[SamplingParams]) -> Float32:
@@ -159,7 +158,7 @@ def _mask(rows: Sequence[_Row], vocab_size: int) -> UInt32 | None:
 def _allowed(row: _Row, vocab_size: int) -> UInt32 | None:
     params = row.params
     banned = params.banned_token_ids
-    if row.index < params.min_tokens:
+    if row.output_index < params.min_tokens:
         banned |= params.stop_token_ids
     if not banned and params.allowed_token_ids is None:
         return None

@@ -99,30 +99,31 @@ class Scheduler:
 
         Every plan must be followed by `commit` or `fail`, one without chunks by `commit` of an empty result.
         """
-        for request in self._running.values():
-            if request.known - request.computed > 1:
-                self._cache.jump(request)
-        plan = self._ask()
+        prompts = [request for request in self._running.values() if request.known - request.computed > 1]
+        for request in prompts:
+            self._cache.jump(request)
+        plan = self._ask(prompts)
         self._step += 1
         self._apply(plan)
         return plan
 
-    def _ask(self) -> StepPlan:
+    def _ask(self, prompts: Sequence[Request]) -> StepPlan:
         """The policy's plan. Where two admissions would compute the same block, the later one waits: ask again."""
         views = Views(self._cache, self._waiting, self._step)
-        frontier = views.frontier(self._running.values())
+        frontier = views.frontier(prompts)
         running = views.running(self._running.values())
         waiting = views.window(frontier, max(0, self.limits.max_seqs - len(running)))
         while True:
             plan = self._policy(self._step, running, waiting, self._cache.blocks.available, self.limits)
-            admitted = [self.requests[view.id] for view in waiting if view.id in set(plan.admitted)]
+            chosen = set(plan.admitted)
+            admitted = [self.requests[view.id] for view in waiting if view.id in chosen]
             rivals = views.rivals(admitted, frontier)
             if not rivals:
                 break
-            waiting = [replace(view, blocked=True) if view.id in rivals else view for view in waiting]
+            waiting = [view._replace(blocked=True) if view.id in rivals else view for view in waiting]
         waits = Counter(plan.waits)
         waits["queue"] += sum(map(self._waiting.in_line, Pool)) - len(waiting)
-        waits["group"] += sum(map(self._waiting.beside, Pool)) - (len(plan.admitted) - len(admitted))
+        waits["group"] += self._waiting.beside.total() - (len(plan.admitted) - len(admitted))
         return replace(plan, waits=dict(+waits))
 
     def _apply(self, plan: StepPlan) -> None:
@@ -263,7 +264,7 @@ class Scheduler:
         blocks = self._cache.blocks
         return Counts(
             running={pool: running[pool] for pool in Pool},
-            waiting={pool: self._waiting.in_line(pool) + self._waiting.beside(pool) for pool in Pool},
+            waiting={pool: self._waiting.in_line(pool) + self._waiting.beside[pool] for pool in Pool},
             blocks_total=blocks.total,
             blocks_free=blocks.free,
             blocks_cached=blocks.cached,

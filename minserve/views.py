@@ -26,15 +26,7 @@ class Views:
 
     def running(self, requests: Iterable[Request]) -> list[View]:
         owned = self.cache.blocks.owned
-        return [
-            self._view(
-                request,
-                computed=request.computed,
-                blocks=len(request.blocks),
-                own_blocks=owned(request.blocks),
-            )
-            for request in requests
-        ]
+        return [self._view(r, r.computed, len(r.blocks), own_blocks=owned(r.blocks)) for r in requests]
 
     def window(self, frontier: Frontier, free_seats: int) -> list[View]:
         """The first of each line: as many as could be admitted, a few to pass them, and some of those who are blocked.
@@ -52,12 +44,11 @@ class Views:
                     break
         return views
 
-    def frontier(self, running: Iterable[Request]) -> Frontier:
-        """Blocks that prompts are about to fill."""
+    def frontier(self, prompts: Iterable[Request]) -> Frontier:
+        """Blocks that these running prompts are about to fill."""
         keys: Frontier = {}
-        for request in running:
-            if request.known - request.computed > 1:
-                self._claim(keys, request, request.computed // self.cache.size)
+        for request in prompts:
+            self._claim(keys, request, request.computed // self.cache.size)
         return keys
 
     def rivals(self, admitted: Iterable[Request], frontier: Frontier) -> set[str]:
@@ -83,40 +74,34 @@ class Views:
 
     def _waiting(self, request: Request, frontier: Frontier) -> View:
         hit = self.cache.hit_blocks(request)
-        return self._view(
-            request,
-            computed=hit * self.cache.size,
-            blocks=hit,
-            free_hits=self.cache.unheld(request, hit),
-            blocked=not unscored(request) and self._is_claimed(frontier, request, hit),
-        )
+        free_hits = self.cache.unheld(request, hit)
+        blocked = not unscored(request) and self._is_claimed(frontier, request, hit)
+        return self._view(request, hit * self.cache.size, hit, free_hits=free_hits, blocked=blocked)
 
     def _view(
         self,
         request: Request,
-        *,
         computed: int,
         blocks: int,
         own_blocks: int = 0,
         free_hits: int = 0,
         blocked: bool = False,
     ) -> View:
-        siblings = self.waiting.siblings(request)
         return View(
-            id=request.id,
-            known=len(request.tokens),
-            computed=computed,
-            blocks=blocks,
-            own_blocks=own_blocks,
-            pool=request.pool,
-            priority=request.priority,
-            arrival=request.arrival,
-            age=self.step - request.since,
-            preemptions=request.preemptions,
-            limit=request.limit,
-            skips=request.skips,
-            free_hits=free_hits,
-            blocked=blocked,
-            forks=tuple(sibling.id for sibling in siblings) if siblings else (),
-            scored=(request.scored, request.prompt_len - 1) if unscored(request) else (0, 0),
+            request.id,
+            len(request.tokens),
+            computed,
+            blocks,
+            own_blocks,
+            request.pool,
+            request.priority,
+            request.arrival,
+            self.step - request.since,
+            request.preemptions,
+            request.limit,
+            request.skips,
+            free_hits,
+            blocked,
+            self.waiting.followers(request),
+            (request.scored, request.prompt_len - 1) if unscored(request) else (0, 0),
         )

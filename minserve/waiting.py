@@ -10,6 +10,7 @@ last prompt row. Once the leader is through, or gone, the next one who still wai
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -33,11 +34,13 @@ class Group:
 class Waiting:
     def __init__(self) -> None:
         self.groups: dict[str, Group] = {}
+        self.beside: Counter[Pool] = Counter()  # how many wait for their leader
         self._lines: dict[Pool, list[tuple[Key, Request]]] = {pool: [] for pool in Pool}
 
     def add_group(self, requests: Sequence[Request]) -> None:
         leader, *siblings = requests
         self.groups[leader.group] = Group(len(requests), leader, siblings)
+        self.beside[leader.pool] += len(siblings)
         self.add(leader)
 
     def add(self, request: Request) -> None:
@@ -49,6 +52,7 @@ class Waiting:
         siblings = self.groups[request.group].siblings
         if request in siblings:
             siblings.remove(request)
+            self.beside[request.pool] -= 1
             return
         line = self._lines[request.pool]
         del line[bisect_left(line, (_key(request),))]
@@ -56,10 +60,10 @@ class Waiting:
     def line(self, pool: Pool) -> Iterator[Request]:
         return (request for _, request in self._lines[pool])
 
-    def siblings(self, request: Request) -> Sequence[Request]:
-        """Who waits for this request."""
+    def followers(self, request: Request) -> tuple[str, ...]:
+        """Ids of those who wait for this request."""
         group = self.groups[request.group]
-        return group.siblings if group.leader is request else ()
+        return tuple(r.id for r in group.siblings) if group.leader is request and group.siblings else ()
 
     def add_scores(self, request: Request, scores: Sequence[TokenLogprob]) -> None:
         """What the next rows of the group's prompt scored; whoever leads by now goes on behind them."""
@@ -76,6 +80,7 @@ class Waiting:
         group.leader = None
         if group.siblings:
             heir = group.siblings.pop(0)
+            self.beside[heir.pool] -= 1
             heir.scored = len(group.scores)
             group.leader = heir
             self.add(heir)
@@ -91,16 +96,13 @@ class Waiting:
     def in_line(self, pool: Pool) -> int:
         return len(self._lines[pool])
 
-    def beside(self, pool: Pool) -> int:
-        """How many wait for their leader."""
-        return sum(sibling.pool is pool for group in self.groups.values() for sibling in group.siblings)
-
     def check(self, waiting: Iterable[Request]) -> None:
         """The invariant: each of these is in line or beside it, once, and nobody else is."""
         placed = [request.id for pool in Pool for request in self.line(pool)]
         for name, group in self.groups.items():
             placed += [sibling.id for sibling in group.siblings]
             assert group.leader is not None or not group.siblings, f"{name}: siblings wait for nobody"
+        assert self.beside.total() == sum(len(group.siblings) for group in self.groups.values()), "siblings miscounted"
         assert sorted(placed) == sorted(request.id for request in waiting), f"in line or beside it: {placed}"
         for line in self._lines.values():
             assert line == sorted(line), "a line is out of order"

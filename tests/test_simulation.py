@@ -11,7 +11,7 @@ import os
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -63,7 +63,9 @@ class Simulation:
         self.runner = Runner(self.program, None, None, 1.0)  # type: ignore[arg-type]  # only `run` is used
         self.drafts = self.random.random() < 0.3
         self.caching = self.random.random() < 0.85
-        self.scheduler = Scheduler(self.limits, weights_id=b"w", prefix_caching=self.caching, plan=self.plan_with_drafts)
+        self.scheduler = Scheduler(
+            self.limits, weights_id=b"w", prefix_caching=self.caching, plan=self.plan_with_drafts
+        )
         self.lives: dict[str, Life] = {}
         self.seen: tuple[Sequence[View], Sequence[View], int] = ((), (), 0)
         self.exhausted: set[str] = set()
@@ -118,7 +120,7 @@ class Simulation:
     ) -> StepPlan:
         """The policy, told of drafts: some right, some wrong."""
         if self.drafts:
-            running = [replace(view, draft=self.draft(view)) for view in running]
+            running = [view._replace(draft=self.draft(view)) for view in running]
         self.seen = running, waiting, free
         return plan_step(step, running, waiting, free, limits)
 
