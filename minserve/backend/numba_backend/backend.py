@@ -1,0 +1,189 @@
+"""The CPU backend: weights packed for the vector units, a forward pass recorded once and replayed by a team of threads.
+
+Owns the contract's Backend. Start with README.md; then packing (how weights lie), linear (the kernel that matters),
+lower and tape (how a forward pass becomes rows), team (who replays them).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from minserve.backend.base import BackendError, Forward, KVSpec, ModelSpec, Peaks, StepLimits
+from minserve.backend.memory import available_memory
+from minserve.backend.numba_backend import dot, jit
+from minserve.backend.numba_backend.arena import Arena, aligned
+from minserve.backend.numba_backend.layout import BLOCK, INT8_PLANE, INT16_PLANES, width
+from minserve.backend.numba_backend.packing import (
+    BF16,
+    FLOATS,
+    FORMATS,
+    Q4_1,
+    Q8_0,
+    Format,
+    Matrix,
+    Segment,
+    check_columns,
+    pack,
+    packed_bytes,
+)
+from minserve.backend.numba_backend.program import NumbaProgram
+from minserve.backend.numba_backend.recorder import Rope
+from minserve.backend.tensor import HostTensor
+from minserve.config import EngineConfig, ModelConfig
+
+Weight = Matrix | Rope | npt.NDArray[np.float32]
+
+
+def create(
+    engine: EngineConfig, model: ModelConfig, *, weights_id: bytes, progress: Callable[[str], None]
+) -> NumbaBackend:
+    """The entry of backend.create_backend."""
+    if engine.block_size != BLOCK:
+        raise BackendError(f"block_size = {engine.block_size}: the numba backend has blocks of {BLOCK} tokens")
+    return NumbaBackend(
+        threads=engine.threads, activations=engine.activations, quantize=model.quantize, progress=progress
+    )
+
+
+def usable_cores() -> int:
+    """Cores this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+class NumbaBackend:
+    """threads 0: all usable cores. activations: how they are rounded before they meet quantized weights."""
+
+    name = "numba"
+    block_size = BLOCK
+
+    def __init__(
+        self,
+        *,
+        threads: int = 0,
+        activations: Literal["accurate", "int8"] = "accurate",
+        quantize: Literal["none", "q8", "q4"] = "none",
+        progress: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.threads = threads or usable_cores()
+        self._planes = INT16_PLANES if activations == "accurate" else INT8_PLANE
+        self._floats = {"none": BF16, "q8": Q8_0, "q4": Q4_1}[quantize]
+        self._progress = progress
+        self._arena = Arena()
+
+    @property
+    def description(self) -> str:
+        path = "AVX-512 VNNI" if dot.HAS_VNNI else "AVX2" if dot.HAS_AVX2 else "portable vectors"
+        bits = 16 if self._planes == INT16_PLANES else 8
+        cores = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
+        return f"Numba {numba.__version__} on {jit.cpu_name()}, {cores}, {path}, {bits}-bit activations, bf16 KV cache"
+
+    def bytes_per_block(self, kv: Sequence[KVSpec]) -> int:
+        return sum(2 * 2 * layer.kv_heads * layer.head_dim for layer in kv) * BLOCK
+
+    def free_memory(self) -> int:
+        return available_memory()
+
+    def peaks(self) -> Peaks:
+        return measure_peaks(self.threads)
+
+    def _format(self, tensor: HostTensor) -> Format:
+        return self._floats if tensor.encoding in FLOATS else FORMATS[tensor.encoding]
+
+    def prepare_linear(
+        self, tensors: Sequence[HostTensor], bias: HostTensor | None = None, *, pairs: bool = False
+    ) -> Matrix:
+        cols = check_columns(tensors)
+        forms = {self._format(tensor) for tensor in tensors}
+        if pairs and len(forms) == 1:
+            return self._prepare_pairs(tensors, bias, forms.pop())
+        if len(forms) == 1:
+            parts = [(forms.pop(), joined(tensors))]
+        else:
+            parts = [(self._format(tensor), tensor) for tensor in tensors]
+        segments, start = [], 0
+        for i, (form, tensor) in enumerate(parts):
+            if i + 1 < len(parts) and tensor.rows % 32:
+                raise BackendError(f"{tensor.name}: its rows, in an encoding of their own, are not a multiple of 32")
+            segments.append(self._pack(tensor, form, start))
+            start += tensor.rows
+        return Matrix(tensors[0].name, start, cols, tuple(segments), self._bias(bias, start))
+
+    def _prepare_pairs(self, tensors: Sequence[HostTensor], bias: HostTensor | None, form: Format) -> Matrix:
+        gate, up = tensors
+        if gate.rows != up.rows:
+            raise BackendError(f"{gate.name} has {gate.rows} rows, {up.name} {up.rows}")
+        block = form.block_bytes(width(gate.cols))
+        data = self._arena.take(2 * packed_bytes(gate, form))
+        blocks = data.reshape(-1, block)
+        pack(gate, form, blocks[0::2])
+        pack(up, form, blocks[1::2])
+        both = None
+        if bias is not None:  # alternate in blocks of 16, as the rows do
+            parts = np.zeros((2, width(gate.rows)), np.float32)
+            parts[:, : gate.rows] = bias.float32().reshape(2, -1)
+            both = np.ascontiguousarray(parts.reshape(2, -1, 16).swapaxes(0, 1)).reshape(-1)
+        return Matrix(gate.name, gate.rows, gate.cols, (Segment(form, 0, gate.rows, data, block),), both, pairs=True)
+
+    def _pack(self, tensor: HostTensor, form: Format, start: int) -> Segment:
+        block = form.block_bytes(width(tensor.cols))
+        data = self._arena.take(packed_bytes(tensor, form))
+        pack(tensor, form, data.reshape(-1, block))
+        return Segment(form, start, tensor.rows, data, block)
+
+    def _bias(self, bias: HostTensor | None, rows: int) -> npt.NDArray[np.float32] | None:
+        return None if bias is None else padded_vector(bias.float32(), rows)
+
+    def prepare_embedding(self, tensor: HostTensor, *, tied: bool) -> Matrix:
+        return self.prepare_linear([tensor])
+
+    def prepare_vector(self, tensor: HostTensor, *, offset: float = 0.0) -> npt.NDArray[np.float32]:
+        return padded_vector(tensor.float32() + np.float32(offset), tensor.cols)
+
+    def prepare_rope(self, inverse_frequencies: npt.NDArray[np.float64], *, scale: float, max_len: int) -> Rope:
+        angles = np.arange(max_len)[:, None] * inverse_frequencies
+        tables = []
+        for values in (np.cos(angles), np.sin(angles)):
+            table = aligned(values.size * 4).view(np.float32).reshape(values.shape)
+            table[:] = values * scale
+            tables.append(table)
+        return Rope(*tables)
+
+    def nbytes(self, weight: Weight) -> int:
+        if isinstance(weight, Rope):
+            return weight.cos.nbytes + weight.sin.nbytes
+        return weight.nbytes
+
+    def build(self, forward: Forward, spec: ModelSpec, limits: StepLimits) -> NumbaProgram:
+        return NumbaProgram(forward, spec, limits, threads=self.threads, planes=self._planes, progress=self._progress)
+
+
+def padded_vector(values: npt.NDArray[np.float32], cols: int) -> npt.NDArray[np.float32]:
+    """Aligned, and as long as a row of a buffer: the padding holds zeros."""
+    out = aligned(width(cols) * 4).view(np.float32)
+    out[: len(values)] = values
+    return out
+
+
+def joined(tensors: Sequence[HostTensor]) -> HostTensor:
+    """The rows of all tensors as one tensor. Float encodings may differ."""
+    if len(tensors) == 1:
+        return tensors[0]
+    first = tensors[0]
+    rows = sum(tensor.rows for tensor in tensors)
+    if len({tensor.encoding for tensor in tensors}) == 1:
+        return HostTensor(first.name, (rows, first.cols), first.encoding, np.concatenate([t.data for t in tensors]))
+    return HostTensor.from_array(first.name, np.concatenate([tensor.float32() for tensor in tensors]))
+
+
+@functools.cache
+def measure_peaks(threads: int) -> Peaks:
+    return Peaks(1e10, 1e11)

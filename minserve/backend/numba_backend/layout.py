@@ -1,0 +1,46 @@
+"""How data lies in memory: the sizes that kernels, packing and the recorder agree on.
+
+Owns the constants and the few formulas, for Python and for jitted code alike. It must not know what is computed.
+
+KV cache     [layer][kv head][block] of 4 * BLOCK * D bytes, bfloat16: K [D/2][BLOCK tokens][2 dims], then
+             V [BLOCK/2 token pairs][D][2 tokens]. Both orders make a 64-byte load feed 16 lanes of vdpbf16ps: tokens
+             for the scores, dims for the sum of values. A head's blocks with consecutive ids are adjacent.
+Activations  as a linear layer reads them, in tiles of TILE tokens (the last one shorter, n tokens):
+             int8: q [K/32][n][32 * planes], then per group and token [K/32][n]: scale (float32), scale * sum of q
+             (float32), -sum of q, -sum of the first 16 q (int32). bfloat16: [K/2][n][2].
+Float rows   [rows][width] float32, width a multiple of 32; columns beyond the logical ones hold zeros.
+"""
+
+from __future__ import annotations
+
+from minserve.backend.numba_backend.jit import inlined
+
+BLOCK = 16  # tokens of a KV block: one vector of scores
+TILE = 64  # tokens that pass a block of 16 weight rows together: their accumulators stay in the L1 cache
+GROUP = 32  # weights, and activations, that share a scale
+CHUNK = 16  # KV blocks (256 keys) that one softmax pass covers; partial results merge in this order always
+LINE = 128  # alignment: a cache line and the one the prefetcher brings along
+
+T_ROWS, REQUESTS, S_ROWS = 0, 1, 2  # words of the step's header: tokens, requests, logit rows
+# words of the batch block: addresses of int32 arrays that are refilled before each step, but for the last two
+TOKEN_IDS, POSITIONS, SLOTS, STARTS, LENGTHS, TABLES, LOGIT_ROWS, REQUEST_OF, TABLE_WIDTH, HEADER = range(10)
+
+BF16_PLANE, INT8_PLANE, INT16_PLANES = 0, 1, 2  # activation modes; the int8 ones count planes
+
+
+def width(cols: int) -> int:
+    """Floats per row of a buffer with this many columns."""
+    return -(-cols // GROUP) * GROUP
+
+
+def activation_bytes(cols: int, mode: int) -> int:
+    """Bytes per token of an activation block; cols a multiple of 32."""
+    return cols * 2 if mode == BF16_PLANE else cols // GROUP * (GROUP * mode + 16)
+
+
+row_bytes = inlined(activation_bytes)
+
+
+def block_words(dim: int) -> int:
+    """16-bit words of one KV block of one head: K and V."""
+    return 2 * BLOCK * dim

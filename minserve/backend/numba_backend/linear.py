@@ -1,0 +1,381 @@
+"""Linear layers: 16 rows of packed weights at a time meet the tokens of a tile.
+
+out[m, n] = sum over k of w[n, k] x[m, k], then bias, residual, or gate and up to act(gate) * up. One source serves 1 to
+512 tokens: the vectors of a group of weights stay in registers while the tokens go by, and the sums of a tile (64
+tokens x 16 rows) stay in the L1 cache. A token's result does not depend on which tokens stand beside it.
+
+Integers are exact: with weights w = scale * q + minimum and activations x = d * p,
+    sum w x = scale * d * sum(q p) + minimum * (d * sum p)
+per group; signed formats keep q + offset and get -offset * sum(p) added to the integer sum. Two planes carry 16-bit
+activations, p = 256 p1 + p2: twice the dot products, no further arithmetic.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
+
+from __future__ import annotations
+
+from minserve.backend.numba_backend.dot import (
+    add_affine,
+    add_bits,
+    add_scaled,
+    bf16_tile,
+    dot_tile,
+    high_nibbles,
+    low_nibbles,
+    tile_bias,
+    tile_shift8,
+    tile_store,
+    zeros_f32,
+    zeros_i32,
+)
+from minserve.backend.numba_backend.jit import Kernel, inlined, kernel
+from minserve.backend.numba_backend.layout import GROUP, TILE, row_bytes
+from minserve.backend.numba_backend.mathlib import F, activate, share
+from minserve.backend.numba_backend.simd import (
+    i64,
+    load_bytes,
+    load_f16,
+    load_f32,
+    load_signed,
+    load_u8,
+    splat,
+    store_f32,
+)
+
+# -- unpacking a group: 32 k x 16 rows as a tuple of 8 vectors of bytes
+
+
+@inlined
+def nibbles(w):
+    a, b, c, d = load_u8(w, 0), load_u8(w, 64), load_u8(w, 128), load_u8(w, 192)
+    low = (low_nibbles(a), low_nibbles(b), low_nibbles(c), low_nibbles(d))
+    return low + (high_nibbles(a), high_nibbles(b), high_nibbles(c), high_nibbles(d))  # noqa: RUF005
+
+
+@inlined
+def five_bits(w):
+    v, h = nibbles(w), load_u8(w, 256)
+    a, b, c, d = (
+        add_bits(v[0], h, 0, 1, 4),
+        add_bits(v[1], h, 1, 1, 4),
+        add_bits(v[2], h, 2, 1, 4),
+        add_bits(v[3], h, 3, 1, 4),
+    )
+    low = (a, b, c, d)
+    a, b, c, d = (
+        add_bits(v[4], h, 4, 1, 4),
+        add_bits(v[5], h, 5, 1, 4),
+        add_bits(v[6], h, 6, 1, 4),
+        add_bits(v[7], h, 7, 1, 4),
+    )
+    return low + (a, b, c, d)  # noqa: RUF005
+
+
+@inlined
+def six_bits(a, b, c, d, h):
+    """Half a group: four vectors of nibbles, and one with the two high bits of each."""
+    return add_bits(a, h, 0, 2, 4), add_bits(b, h, 2, 2, 4), add_bits(c, h, 4, 2, 4), add_bits(d, h, 6, 2, 4)
+
+
+@inlined
+def whole_bytes(w):
+    a, b, c, d = load_u8(w, 0), load_u8(w, 64), load_u8(w, 128), load_u8(w, 192)
+    return (a, b, c, d, load_u8(w, 256), load_u8(w, 320), load_u8(w, 384), load_u8(w, 448))
+
+
+# -- one group of weights against n tokens, whose activations are q, d, s, p (see layout): acc[m] += ...
+#    Four tokens interleave, so that their chains of dot products hide the instruction's latency.
+
+
+@inlined
+def affine(w, scale, minimum, planes, n, q, d, s, acc):
+    """Weights scale * w + minimum."""
+    m = 0
+    if planes == 2:
+        while m + 4 <= n:
+            t = tile_shift8(dot_tile(zeros_i32(4), w, q, m * 64, 64))
+            add_affine(dot_tile(t, w, q, m * 64 + 32, 64), scale, minimum, d, s, acc, m)
+            m += 4
+        while m < n:
+            t1 = tile_shift8(dot_tile(zeros_i32(1), w, q, m * 64, 64))
+            add_affine(dot_tile(t1, w, q, m * 64 + 32, 64), scale, minimum, d, s, acc, m)
+            m += 1
+    else:
+        while m + 4 <= n:
+            add_affine(dot_tile(zeros_i32(4), w, q, m * 32, 32), scale, minimum, d, s, acc, m)
+            m += 4
+        while m < n:
+            add_affine(dot_tile(zeros_i32(1), w, q, m * 32, 32), scale, minimum, d, s, acc, m)
+            m += 1
+
+
+@inlined
+def symmetric(w, scale, shift, planes, first, n, q, d, p, acc):
+    """Weights scale * (w - 2^shift). p: minus the sums of q; first: byte of the group's q that w starts at."""
+    m = 0
+    if planes == 2:
+        while m + 4 <= n:
+            t = tile_shift8(dot_tile(zeros_i32(4), w, q, m * 64 + first, 64))
+            add_scaled(dot_tile(tile_bias(t, p, m, shift), w, q, m * 64 + first + 32, 64), scale, d, acc, m)
+            m += 4
+        while m < n:
+            t1 = tile_shift8(dot_tile(zeros_i32(1), w, q, m * 64 + first, 64))
+            add_scaled(dot_tile(tile_bias(t1, p, m, shift), w, q, m * 64 + first + 32, 64), scale, d, acc, m)
+            m += 1
+    else:
+        while m + 4 <= n:
+            t = tile_bias(zeros_i32(4), p, m, shift)
+            add_scaled(dot_tile(t, w, q, m * 32 + first, 32), scale, d, acc, m)
+            m += 4
+        while m < n:
+            t1 = tile_bias(zeros_i32(1), p, m, shift)
+            add_scaled(dot_tile(t1, w, q, m * 32 + first, 32), scale, d, acc, m)
+            m += 1
+
+
+# -- one block of 16 rows against a tile of n tokens: acc[m][16] += w . x[m]
+
+
+@inlined
+def parts(x, groups, planes, n):
+    """Addresses of q, d, s, p and p of the half groups in a tile of activations."""
+    d = x + groups * n * GROUP * planes
+    step = groups * n * 4
+    return x, d, d + step, d + 2 * step, d + 3 * step
+
+
+@inlined
+def block_q4_0(w, groups, planes, n, x, acc):
+    q, d, _, p, _ = parts(x, groups, planes, n)
+    scales = w + groups * 256
+    for g in range(groups):
+        i = g * n
+        scale = load_f16(scales, g * 16)
+        symmetric(nibbles(w + g * 256), scale, 3, planes, 0, n, q + i * 32 * planes, d + i * 4, p + i * 4, acc)
+
+
+@inlined
+def block_q4_1(w, groups, planes, n, x, acc):
+    q, d, s, _, _ = parts(x, groups, planes, n)
+    scales = w + groups * 256
+    minima = scales + groups * 32
+    for g in range(groups):
+        i = g * n
+        scale, minimum = load_f16(scales, g * 16), load_f16(minima, g * 16)
+        affine(nibbles(w + g * 256), scale, minimum, planes, n, q + i * 32 * planes, d + i * 4, s + i * 4, acc)
+
+
+@inlined
+def block_q5_0(w, groups, planes, n, x, acc):
+    q, d, _, p, _ = parts(x, groups, planes, n)
+    scales = w + groups * 320
+    for g in range(groups):
+        i = g * n
+        scale = load_f16(scales, g * 16)
+        symmetric(five_bits(w + g * 320), scale, 4, planes, 0, n, q + i * 32 * planes, d + i * 4, p + i * 4, acc)
+
+
+@inlined
+def block_q5_1(w, groups, planes, n, x, acc):
+    q, d, s, _, _ = parts(x, groups, planes, n)
+    scales = w + groups * 320
+    minima = scales + groups * 32
+    for g in range(groups):
+        i = g * n
+        scale, minimum = load_f16(scales, g * 16), load_f16(minima, g * 16)
+        affine(five_bits(w + g * 320), scale, minimum, planes, n, q + i * 32 * planes, d + i * 4, s + i * 4, acc)
+
+
+@inlined
+def block_q8_0(w, groups, planes, n, x, acc):
+    q, d, _, p, _ = parts(x, groups, planes, n)
+    scales = w + groups * 512
+    for g in range(groups):
+        i = g * n
+        scale = load_f16(scales, g * 16)
+        symmetric(whole_bytes(w + g * 512), scale, 7, planes, 0, n, q + i * 32 * planes, d + i * 4, p + i * 4, acc)
+
+
+@inlined
+def k_levels(scales, groups, g):
+    """Scale and minimum of a group of a K-quant: a byte each, times a float16 per 8 groups."""
+    factors = scales + groups * 32
+    scale = load_bytes(scales, g * 16) * load_f16(factors, g // 8 * 16)
+    minimum = load_bytes(scales, (groups + g) * 16) * load_f16(factors, (groups + g) // 8 * 16)
+    return scale, minimum
+
+
+@inlined
+def block_q4_k(w, groups, planes, n, x, acc):
+    q, d, s, _, _ = parts(x, groups, planes, n)
+    for g in range(groups):
+        i = g * n
+        scale, minimum = k_levels(w + groups * 256, groups, g)
+        affine(nibbles(w + g * 256), scale, minimum, planes, n, q + i * 32 * planes, d + i * 4, s + i * 4, acc)
+
+
+@inlined
+def block_q5_k(w, groups, planes, n, x, acc):
+    q, d, s, _, _ = parts(x, groups, planes, n)
+    for g in range(groups):
+        i = g * n
+        scale, minimum = k_levels(w + groups * 320, groups, g)
+        affine(five_bits(w + g * 320), scale, minimum, planes, n, q + i * 32 * planes, d + i * 4, s + i * 4, acc)
+
+
+@inlined
+def block_q6_k(w, groups, planes, n, x, acc):
+    """Groups of 16: two scales per 32 k, whose dot products stay apart."""
+    q, d, _, p, half = parts(x, groups, planes, n)
+    scales = w + groups * 384
+    factors = scales + groups * 32
+    for g in range(groups):
+        i = g * n
+        v, o = nibbles(w + g * 384), w + g * 384 + 256
+        factor = load_f16(factors, g // 8 * 16)
+        low, high = load_signed(scales, g * 32) * factor, load_signed(scales, g * 32 + 16) * factor
+        qg, dg = q + i * 32 * planes, d + i * 4
+        symmetric(six_bits(v[0], v[1], v[2], v[3], load_u8(o, 0)), low, 5, planes, 0, n, qg, dg, half + i * 4, acc)
+        symmetric(six_bits(v[4], v[5], v[6], v[7], load_u8(o, 64)), high, 5, planes, 16, n, qg, dg, p + i * 4, acc)
+
+
+@inlined
+def block_bf16(w, groups, planes, n, x, acc):
+    """Tokens in tiles of 16, 8, 4, 2 and 1, whose sums stay in registers. x: [K/2][n][2] bfloat16."""
+    m = 0
+    while m + 16 <= n:
+        tile_store(bf16_dots(w, groups * 16, x + m * 4, n * 4, zeros_f32(16)), acc, m * 16, 16)
+        m += 16
+    if m + 8 <= n:
+        tile_store(bf16_dots(w, groups * 16, x + m * 4, n * 4, zeros_f32(8)), acc, m * 16, 16)
+        m += 8
+    if m + 4 <= n:
+        tile_store(bf16_dots(w, groups * 16, x + m * 4, n * 4, zeros_f32(4)), acc, m * 16, 16)
+        m += 4
+    if m + 2 <= n:
+        tile_store(bf16_dots(w, groups * 16, x + m * 4, n * 4, zeros_f32(2)), acc, m * 16, 16)
+        m += 2
+    if m < n:
+        tile_store(bf16_dots(w, groups * 16, x + m * 4, n * 4, zeros_f32(1)), acc, m * 16, 16)
+
+
+@inlined
+def bf16_dots(w, pairs, x, step, tile):
+    for k in range(pairs):
+        tile = bf16_tile(tile, load_u8(w, k * 64), x, k * step, 1)
+    return tile
+
+
+# -- the kernel, once per format
+
+
+@inlined
+def linear(tid, threads, rows, p, block):
+    """out[:, 16 b : 16 b + 16] for this thread's row blocks b; x: activations, or this thread's own copy of one row.
+
+    kind 0: out = sum + bias + residual (either may be 0). kind 1, 2: row blocks alternate between gate and up, and
+    out = act(gate) * up.
+    """
+    out, x, mode, w, block_bytes = i64(p, 0), i64(p, 1), i64(p, 2), i64(p, 3), i64(p, 4)
+    blocks, unit, cols, stride, kind = i64(p, 5), i64(p, 6), i64(p, 7), i64(p, 8), i64(p, 9)
+    bias, residual, acc = i64(p, 10), i64(p, 11), i64(p, 12) + tid * i64(p, 13)
+    if rows == 1:
+        x = i64(p, 14) + tid * i64(p, 15)
+    b0, b1 = block_share(blocks, unit, tid, threads)
+    halves = 2 if kind else 1
+    for m0 in range(0, rows, TILE):
+        n = min(TILE, rows - m0)
+        tile = x + m0 * row_bytes(cols, mode)
+        for b in range(b0, b1):
+            for half in range(halves):
+                sums = acc + half * (TILE * 64)
+                for m in range(n):
+                    store_f32(sums, m * 16, splat(F(0)))
+                block(w + (b * halves + half) * block_bytes, cols // GROUP, mode, n, tile, sums)
+            if kind:
+                finish_glu(kind, out, m0 * stride + b * 16, stride, n, acc, bias, b)
+            else:
+                finish(out, m0 * stride + b * 16, stride, n, acc, bias, residual, b)
+
+
+@inlined
+def block_share(blocks, unit, tid, threads):
+    """This thread's row blocks, in units of `unit`; what is left over (padding) belongs to the last unit."""
+    units = max(1, blocks // unit)
+    u0, u1 = share(units, tid, threads)
+    return u0 * unit, blocks if u1 == units else u1 * unit
+
+
+@inlined
+def finish(out, i, stride, n, acc, bias, residual, b):
+    for m in range(n):
+        v = load_f32(acc, m * 16)
+        if bias:
+            v = v + load_f32(bias, b * 16)
+        if residual:
+            v = v + load_f32(residual, i + m * stride)
+        store_f32(out, i + m * stride, v)
+
+
+@inlined
+def finish_glu(kind, out, i, stride, n, acc, bias, b):
+    for m in range(n):
+        gate, up = load_f32(acc, m * 16), load_f32(acc, (TILE + m) * 16)
+        if bias:
+            gate, up = gate + load_f32(bias, b * 32), up + load_f32(bias, b * 32 + 16)
+        store_f32(out, i + m * stride, activate(kind, gate) * up)
+
+
+FIELDS = (
+    "out x mode weights block_bytes blocks unit cols stride kind bias residual scratch scratch_stride own own_stride"
+)
+
+
+@kernel(FIELDS)
+def linear_q4_0(tid, threads, rows, p):
+    linear(tid, threads, rows, p, block_q4_0)
+
+
+@kernel(FIELDS)
+def linear_q4_1(tid, threads, rows, p):
+    linear(tid, threads, rows, p, block_q4_1)
+
+
+@kernel(FIELDS)
+def linear_q5_0(tid, threads, rows, p):
+    linear(tid, threads, rows, p, block_q5_0)
+
+
+@kernel(FIELDS)
+def linear_q5_1(tid, threads, rows, p):
+    linear(tid, threads, rows, p, block_q5_1)
+
+
+@kernel(FIELDS)
+def linear_q8_0(tid, threads, rows, p):
+    linear(tid, threads, rows, p, block_q8_0)
+
+
+@kernel(FIELDS)
+def linear_q4_k(tid, threads, rows, p):
+    linear(tid, threads, rows, p, block_q4_k)
+
+
+@kernel(FIELDS)
+def linear_q5_k(tid, threads, rows, p):
+    linear(tid, threads, rows, p, block_q5_k)
+
+
+@kernel(FIELDS)
+def linear_q6_k(tid, threads, rows, p):
+    linear(tid, threads, rows, p, block_q6_k)
+
+
+@kernel(FIELDS)
+def linear_bf16(tid, threads, rows, p):
+    linear(tid, threads, rows, p, block_bf16)
+
+
+_KERNELS = (linear_bf16, linear_q4_0, linear_q4_1, linear_q5_0, linear_q5_1, linear_q8_0)
+_K_KERNELS = (linear_q4_k, linear_q5_k, linear_q6_k)
+LINEAR: dict[str, Kernel] = {k.name.removeprefix("linear_"): k for k in _KERNELS + _K_KERNELS}  # by format

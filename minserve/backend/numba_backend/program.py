@@ -1,0 +1,166 @@
+"""A recorded forward pass, ready to run: the step's buffers, the tape, the team, the KV cache and the sampler.
+
+Owns what lives as long as the loaded model runs. It must not know how kernels work. Every array of a batch is copied
+into a fixed buffer whose address stands in the tape; refilling costs a few microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from minserve.backend.base import BackendError, Forward, KVSpec, ModelSpec, StepLimits
+from minserve.backend.numba_backend.arena import PAGE, address, aligned
+from minserve.backend.numba_backend.layout import (
+    BLOCK,
+    HEADER,
+    LENGTHS,
+    LOGIT_ROWS,
+    POSITIONS,
+    REQUEST_OF,
+    REQUESTS,
+    S_ROWS,
+    SLOTS,
+    STARTS,
+    T_ROWS,
+    TABLE_WIDTH,
+    TABLES,
+    TOKEN_IDS,
+    block_words,
+    width,
+)
+from minserve.backend.numba_backend.lower import Lowering
+from minserve.backend.numba_backend.recorder import LayerCache, Recorder, Value, in_order
+from minserve.backend.numba_backend.tape import Tape
+from minserve.backend.numba_backend.team import Team
+from minserve.backend.sampling import Seats, check_ids, sample
+from minserve.batch import Batch, Float32, Int32, Sampled
+
+
+class StepBuffers:
+    """The integer inputs of a step, as kernels address them. words: the batch block of layout.py."""
+
+    def __init__(self, limits: StepLimits) -> None:
+        t, r, s = limits.max_tokens, limits.max_requests, limits.max_rows
+        self.table_width = -(-limits.max_model_len // BLOCK)
+        self.header = aligned(8 * 8).view(np.int64)
+        self.words = aligned(16 * 8).view(np.int64)
+        self.arrays: dict[int, Int32] = {}
+        sizes = {TOKEN_IDS: t, POSITIONS: t, SLOTS: t, REQUEST_OF: t, STARTS: r + 1, LENGTHS: r, LOGIT_ROWS: s}
+        for word, size in {**sizes, TABLES: r * self.table_width}.items():
+            self.arrays[word] = aligned(4 * size).view(np.int32)
+            self.words[word] = address(self.arrays[word])
+        self.words[TABLE_WIDTH] = self.table_width
+        self.words[HEADER] = address(self.header)
+
+    def fill(self, batch: Batch) -> None:
+        for word, values in (
+            (TOKEN_IDS, batch.token_ids),
+            (POSITIONS, batch.positions),
+            (SLOTS, batch.slots),
+            (STARTS, batch.query_starts),
+            (LENGTHS, batch.context_lens),
+            (LOGIT_ROWS, batch.logit_rows),
+        ):
+            self.arrays[word][: len(values)] = values
+        requests = batch.num_requests
+        self.arrays[REQUEST_OF][: batch.num_tokens] = np.repeat(np.arange(requests), np.diff(batch.query_starts))
+        tables = self.arrays[TABLES].reshape(-1, self.table_width)
+        tables[:requests, : batch.block_tables.shape[1]] = batch.block_tables
+        self.header[[T_ROWS, REQUESTS, S_ROWS]] = batch.num_tokens, requests, batch.num_rows
+
+
+class NumbaProgram:
+    """The contract's Program."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        spec: ModelSpec,
+        limits: StepLimits,
+        *,
+        threads: int,
+        planes: int,
+        progress: Callable[[str], None],
+    ) -> None:
+        self._spec, self._limits = spec, limits
+        self._seats = Seats(spec.vocab_size)
+        self._buffers = StepBuffers(limits)
+        self._cache = allocate_cache(spec.kv, limits.num_blocks)
+        result = forward(Recorder(), None, self._cache)
+        if not isinstance(result, Value) or result.rows != S_ROWS or result.cols != spec.vocab_size:
+            raise BackendError("the forward pass must end in logits [S, vocab]")
+        lowering = Lowering(in_order(result), limits, self._buffers.words, planes)
+        compile_kernels(lowering, progress)
+        self.tape = Tape(lowering, threads)
+        self._logits = self.tape.view(self.tape.out, limits.max_rows, width(spec.vocab_size))
+        self.team = Team(threads, self.tape, self._buffers.header)
+
+    def run(self, batch: Batch) -> Sampled:
+        check_ids(batch.sampling, self._spec.vocab_size)
+        logits = self._compute(batch)
+        for reset in batch.resets:
+            self._seats.reset(reset)
+        return sample(logits, batch.sampling, self._seats)
+
+    def logits(self, batch: Batch) -> Float32:
+        return self._compute(batch).copy()
+
+    def _compute(self, batch: Batch) -> Float32:
+        """The step's logits [S, vocab]: a view that the next step overwrites."""
+        self._check(batch)
+        if len(batch.copies):
+            source, destination = batch.copies[:, 0], batch.copies[:, 1]
+            for cache in self._cache:
+                cache.words[:, destination] = cache.words[:, source]
+        self._buffers.fill(batch)
+        self.team.run()
+        return self._logits[: batch.num_rows, : self._spec.vocab_size]
+
+    def _check(self, batch: Batch) -> None:
+        """Kernels follow every index without looking: ValueError before one of them leads astray."""
+        limits = self._limits
+        counts = (batch.num_tokens, batch.num_requests, batch.num_rows, batch.block_tables.shape[1])
+        most = (limits.max_tokens, limits.max_requests, limits.max_rows, self._buffers.table_width)
+        for name, count, limit in zip(
+            ("tokens", "requests", "logit rows", "blocks a request"), counts, most, strict=True
+        ):
+            if count > limit:
+                raise ValueError(f"a step of {count} {name}, the limit is {limit}")
+        for name, ids, bound in (
+            ("token_ids", batch.token_ids, self._spec.vocab_size),
+            ("positions", batch.positions, limits.max_model_len),
+            ("slots", batch.slots, limits.num_blocks * BLOCK),
+            ("block_tables", batch.block_tables, limits.num_blocks),
+            ("logit_rows", batch.logit_rows, batch.num_tokens),
+            ("copies", batch.copies, limits.num_blocks),
+            *(("resets", np.concatenate([r.prompt, r.output]), self._spec.vocab_size) for r in batch.resets),
+        ):
+            if ids.size and not 0 <= ids.min() <= ids.max() < bound:
+                raise ValueError(f"{name} must lie in 0..{bound - 1}, got {ids.min()}..{ids.max()}")
+
+    def close(self) -> None:
+        self.team.close()
+
+
+def allocate_cache(kv: Sequence[KVSpec], num_blocks: int) -> list[LayerCache]:
+    """One allocation, [layer][kv head][block]. Pages cost memory only once they are written."""
+    shapes = [(layer.kv_heads, num_blocks, block_words(layer.head_dim)) for layer in kv]
+    sizes = [int(np.prod(shape)) for shape in shapes]
+    try:
+        words: npt.NDArray[np.uint16] = aligned(2 * sum(sizes), PAGE).view(np.uint16)
+    except MemoryError as error:
+        raise BackendError(f"no memory for a KV cache of {num_blocks} blocks; ask for fewer") from error
+    starts = np.cumsum([0, *sizes])
+    return [LayerCache(words[a : a + n].reshape(shape)) for a, n, shape in zip(starts, sizes, shapes, strict=False)]
+
+
+def compile_kernels(lowering: Lowering, progress: Callable[[str], None]) -> None:
+    """Compile, or load from the cache, what the tape calls; tells progress of each that takes a while."""
+    kernels = sorted({instruction.kernel for instruction in lowering.instructions}, key=lambda k: k.name)
+    for number, kernel in enumerate(kernels, 1):
+        if not kernel.cached:
+            progress(f"compiling kernel {number} of {len(kernels)}: {kernel.name}")
+        _ = kernel.address

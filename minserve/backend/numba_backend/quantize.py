@@ -1,0 +1,228 @@
+"""From float rows to what a linear layer reads: norm, gather, and rounding to int8 planes or bfloat16.
+
+The norm that precedes a linear layer and the merging of attention's partial sums are computed here, row by row, while
+the row is in the cache; so they cost no pass over memory of their own.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
+
+from __future__ import annotations
+
+from minserve.backend.numba_backend.jit import helper, inlined, kernel
+from minserve.backend.numba_backend.layout import (
+    BF16_PLANE,
+    BLOCK,
+    CHUNK,
+    GROUP,
+    INT16_PLANES,
+    POSITIONS,
+    REQUEST_OF,
+    STARTS,
+    TILE,
+    row_bytes,
+)
+from minserve.backend.numba_backend.mathlib import F, activate, rms_scale, row_share, share, vexp
+from minserve.backend.numba_backend.simd import (
+    f32,
+    f64,
+    fma,
+    hmax,
+    hsum,
+    i32,
+    i64,
+    load_f32,
+    set_f32,
+    set_i32,
+    splat,
+    store_bf16,
+    store_f32,
+    store_i8,
+    vabs,
+    vmax,
+    vmin,
+    vround,
+    zero_bytes,
+)
+
+
+@helper
+def quantize_row(x, out, rows, m, cols, mode):
+    """Row m of `rows`, x [cols] (a multiple of 32; x may be overwritten) -> its place in the block at out."""
+    first = m // TILE * TILE
+    tile, n, m = out + first * row_bytes(cols, mode), min(TILE, rows - first), m - first
+    if mode == BF16_PLANE:
+        for k in range(0, cols, 16):  # pairs of tokens' dims are n words apart
+            store_bf16(x, k, load_f32(x, k))
+        for k in range(cols // 2):
+            set_i32(tile, k * n + m, i32(x, k))
+    else:
+        quantize_int8(x, tile, n, m, cols, mode)
+
+
+@inlined
+def quantize_int8(x, tile, n, m, cols, planes):
+    """x ~ d * p with p = q (one plane) or 256 q1 + q2 (two)."""
+    step = cols // GROUP * n
+    d = tile + step * GROUP * planes
+    s, p, half = d + step * 4, d + step * 8, d + step * 12
+    for g in range(cols // GROUP):
+        a, b = load_f32(x, g * 32), load_f32(x, g * 32 + 16)
+        largest = hmax(vmax(vabs(a), vabs(b)))
+        inverse = splat(F(127.0) / max(largest, F(1e-30)))
+        a, b = a * inverse, b * inverse
+        ra, rb = vround(a), vround(b)
+        at = g * n + m
+        q = tile + at * GROUP * planes
+        store_i8(q, 0, ra)
+        store_i8(q, 16, rb)
+        low, high = hsum(ra), hsum(rb)
+        scale = largest * F(1 / 127.0)
+        if planes == INT16_PLANES:
+            k = splat(F(256.0))  # the remainder is at most half a unit: 127 of 256 parts, so +-128 is clamped
+            ra, rb = vmin(vround((a - ra) * k), splat(F(127.0))), vmin(vround((b - rb) * k), splat(F(127.0)))
+            store_i8(q, 32, ra)
+            store_i8(q, 48, rb)
+            low, high = low * F(256.0) + hsum(ra), high * F(256.0) + hsum(rb)
+            scale *= F(1 / 256)
+        set_f32(d, at, scale)
+        set_f32(s, at, scale * (low + high))
+        set_i32(p, at, -int(low + high))
+        set_i32(half, at, -int(low))
+
+
+@kernel("out x padded cols mode weight eps gather scratch scratch_stride own own_stride")
+def quantize(tid, threads, rows, p):
+    """out[m] = quantized(norm(x[gather[m]])); weight 0: no norm, gather 0: x[m]."""
+    out, x, padded, cols, mode = i64(p, 0), i64(p, 1), i64(p, 2), i64(p, 3), i64(p, 4)
+    weight, eps, gather, scratch = i64(p, 5), f64(p, 6), i64(p, 7), i64(p, 8) + tid * i64(p, 9)
+    if rows == 1:
+        out = i64(p, 10) + tid * i64(p, 11)
+    m0, m1 = row_share(rows, tid, threads)
+    for m in range(m0, m1):
+        i = (i32(gather, m) if gather else m) * padded
+        if weight:
+            s = splat(rms_scale(x, i, padded, cols, eps))
+            for j in range(0, padded, 16):
+                store_f32(scratch, j, load_f32(x, i + j) * s * load_f32(weight, j))
+        else:
+            for j in range(0, padded, 16):
+                store_f32(scratch, j, load_f32(x, i + j))
+        quantize_row(scratch, out, rows, m, padded, mode)
+
+
+@kernel("out x padded cols weight eps residual gather")
+def norm(tid, threads, rows, p):
+    """out[m] = norm(x[gather[m]]) * weight + residual[m]; residual 0: none."""
+    out, x, padded, cols = i64(p, 0), i64(p, 1), i64(p, 2), i64(p, 3)
+    weight, eps, residual, gather = i64(p, 4), f64(p, 5), i64(p, 6), i64(p, 7)
+    m0, m1 = share(rows, tid, threads)
+    for m in range(m0, m1):
+        i = (i32(gather, m) if gather else m) * padded
+        s = splat(rms_scale(x, i, padded, cols, eps))
+        for j in range(0, padded, 16):
+            v = load_f32(x, i + j) * s * load_f32(weight, j)
+            if residual:
+                v = v + load_f32(residual, m * padded + j)
+            store_f32(out, m * padded + j, v)
+
+
+@kernel("out a b padded")
+def add(tid, threads, rows, p):
+    out, a, b, padded = i64(p, 0), i64(p, 1), i64(p, 2), i64(p, 3)
+    m0, m1 = share(rows, tid, threads)
+    for j in range(m0 * padded, m1 * padded, 16):
+        store_f32(out, j, load_f32(a, j) + load_f32(b, j))
+
+
+@kernel("out x cols stride padded kind")
+def glu(tid, threads, rows, p):
+    """out[m] = act(gate) * up, x = gate | up of `cols` columns each; for gate and up of different encodings."""
+    out, x, cols, stride, padded, kind = i64(p, 0), i64(p, 1), i64(p, 2), i64(p, 3), i64(p, 4), i64(p, 5)
+    m0, m1 = share(rows, tid, threads)
+    for m in range(m0, m1):
+        for j in range(0, cols, 16):
+            gate, up = load_f32(x, m * stride + j), load_f32(x, m * stride + cols + j)
+            store_f32(out, m * padded + j, activate(kind, gate) * up)
+        zero_bytes(out + (m * padded + cols) * 4, (padded - cols) * 4)
+
+
+@kernel("out x padded gather")
+def take(tid, threads, rows, p):
+    """out[m] = x[gather[m]]."""
+    out, x, padded, gather = i64(p, 0), i64(p, 1), i64(p, 2), i64(p, 3)
+    m0, m1 = share(rows, tid, threads)
+    for m in range(m0, m1):
+        i = i32(gather, m) * padded
+        for j in range(0, padded, 16):
+            store_f32(out, m * padded + j, load_f32(x, i + j))
+
+
+# -- attention's partial results
+
+
+@inlined
+def first_chunk(position, window):
+    """The first chunk of keys that a token sees; window 0: all of them."""
+    if window == 0:
+        return 0
+    return max(0, position - window + 1) // (CHUNK * BLOCK)
+
+
+@inlined
+def partial_count(batch, r, position, window):
+    """How many partial results request r's attention leaves: chunks of keys if it has one token, else 1."""
+    starts = i64(batch, STARTS)
+    if i32(starts, r + 1) - i32(starts, r) > 1:
+        return 1
+    return position // (CHUNK * BLOCK) - first_chunk(position, window) + 1
+
+
+@inlined
+def merge_weights(total, part):
+    """Running maximum and the part's maximum -> new maximum and what the sums so far and the part's are scaled by."""
+    new = max(total, part)
+    return new, vexp(splat(total - new)), vexp(splat(part - new))
+
+
+@helper
+def merge_row(partial, count, dim, out):
+    """Fold the partial results of one head, in order: the same arithmetic as one thread going through all keys.
+
+    partial: count times [D sums, maximum, denominator, padding to D + 16] -> out [D].
+    """
+    stride = dim + 16
+    top, total = F(-1e30), splat(F(0))
+    for j in range(0, dim, 16):
+        store_f32(out, j, splat(F(0)))
+    for c in range(count):
+        part = partial + c * stride * 4
+        top, keep, new = merge_weights(top, f32(part, dim))
+        total = fma(total, keep, splat(f32(part, dim + 1)) * new)
+        for j in range(0, dim, 16):
+            store_f32(out, j, fma(load_f32(out, j), keep, load_f32(part, j) * new))
+    inverse = splat(F(1.0)) / total
+    for j in range(0, dim, 16):
+        store_f32(out, j, load_f32(out, j) * inverse)
+
+
+@kernel("out x partial slots heads dim window mode batch scratch scratch_stride own own_stride")
+def merge_quantize(tid, threads, rows, p):
+    """out[m] = quantized(attention output of token m), merging partial results where its request has one token."""
+    out, x, partial, slots, heads, dim = i64(p, 0), i64(p, 1), i64(p, 2), i64(p, 3), i64(p, 4), i64(p, 5)
+    window, mode, batch, scratch = i64(p, 6), i64(p, 7), i64(p, 8), i64(p, 9) + tid * i64(p, 10)
+    if rows == 1:
+        out = i64(p, 11) + tid * i64(p, 12)
+    cols = heads * dim
+    padded = (cols + 31) // 32 * 32
+    zero_bytes(scratch + cols * 4, (padded - cols) * 4)
+    m0, m1 = row_share(rows, tid, threads)
+    for m in range(m0, m1):
+        r = i32(i64(batch, REQUEST_OF), m)
+        count = partial_count(batch, r, i32(i64(batch, POSITIONS), m), window)
+        if count > 1:
+            for h in range(heads):
+                merge_row(partial + (r * heads + h) * slots * (dim + 16) * 4, count, dim, scratch + h * dim * 4)
+        else:
+            for j in range(0, cols, 16):
+                store_f32(scratch, j, load_f32(x, m * cols + j))
+        quantize_row(scratch, out, rows, m, padded, mode)

@@ -1,0 +1,93 @@
+"""Whole models on the Numba backend, against the NumPy backend: every family, and what is exactly reproducible."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from minserve.backend.base import StepLimits
+from minserve.backend.numba_backend import NumbaBackend
+from minserve.backend.numpy_backend import NumpyBackend
+from minserve.batch import Batch
+from minserve.models import load
+from minserve.weights.dummy import load_dummy
+from tests.helpers import Part, make_batch
+
+LIMITS = StepLimits(max_tokens=128, max_requests=4, max_rows=128, max_model_len=640, num_blocks=128)
+RNG = np.random.default_rng(3)
+TOKENS = RNG.integers(0, 256, 640).tolist()
+FAR, NEAR, OTHER = range(3, 43), [50, 44, 99, 60], range(100, 128)  # block ids, in order and not
+
+
+def steps() -> list[Batch]:
+    """A prompt in chunks beyond 512 keys, then decoding beside a second prompt, then both decode, then one alone."""
+    prompt = [[Part(at, TOKENS[at : at + 128], FAR, rows=range(128))] for at in range(0, 512, 128)]
+    tail = [Part(512, TOKENS[512:520], FAR, rows=range(8))]
+    mixed = [Part(520, [7], FAR), Part(0, TOKENS[100:137], NEAR, rows=(3, 17, 36)), Part(0, [9], OTHER)]
+    both = [Part(521, [8], FAR, rows=(0, 0)), Part(37, [200], NEAR), Part(1, TOKENS[5:21], OTHER)]
+    alone = [Part(522, [1], FAR)]
+    return [make_batch(parts) for parts in (*prompt, tail, mixed, both, alone)]
+
+
+def logits(name: str, backend: NumbaBackend | NumpyBackend, batches: Sequence[Batch]) -> list[np.ndarray]:
+    model = load(load_dummy(name).checkpoint, backend, LIMITS.max_model_len)
+    program = backend.build(model.forward, model.spec, LIMITS)
+    try:
+        return [program.logits(batch) for batch in batches]
+    finally:
+        program.close()
+
+
+def error(ours: Sequence[np.ndarray], theirs: Sequence[np.ndarray]) -> float:
+    """The largest relative error of a row of logits."""
+    return max(
+        float(np.max(np.linalg.norm(a - b, axis=1) / np.linalg.norm(b, axis=1)))
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+@pytest.fixture(params=["llama-tiny", "qwen2-tiny", "qwen3-tiny", "gemma3-tiny", "phi3-tiny"])
+def family(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+def test_every_family_agrees_with_numpy(family: str) -> None:
+    name = f"dummy:{family}:Q8_0"
+    batches = steps()
+    ours = logits(name, NumbaBackend(threads=2), batches)
+    assert error(ours, logits(name, NumpyBackend(), batches)) < 0.02  # what a bfloat16 KV cache costs
+
+
+@pytest.mark.parametrize("encoding", ["F32", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+def test_every_encoding_agrees_with_numpy(encoding: str) -> None:
+    name = f"dummy:llama-tiny:{encoding}"
+    batches = steps()
+    ours = logits(name, NumbaBackend(threads=2), batches)
+    assert error(ours, logits(name, NumpyBackend(), batches)) < 0.03
+
+
+def test_threads_do_not_change_a_bit(family: str) -> None:
+    name = f"dummy:{family}:Q4_1"
+    batches = steps()
+    one = logits(name, NumbaBackend(threads=1), batches)
+    for threads in (2, 3):
+        for a, b in zip(logits(name, NumbaBackend(threads=threads), batches), one, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_chunks_and_batch_mates_do_not_change_a_bit(family: str) -> None:
+    name = f"dummy:{family}:Q4_1"
+    whole = [make_batch([Part(0, TOKENS[:100], FAR, rows=range(100))])]
+    ones = [make_batch([Part(i, [TOKENS[i]], FAR)]) for i in range(100)]
+    mate = Part(0, TOKENS[200:240], NEAR)
+    crowded = [
+        make_batch([mate, Part(a, TOKENS[a:b], FAR, rows=range(b - a)), Part(0, [3], OTHER)])
+        for a, b in ((0, 19), (19, 20), (20, 70), (70, 100))
+    ]
+    expected = logits(name, NumbaBackend(threads=2), whole)[0]
+    np.testing.assert_array_equal(np.concatenate(logits(name, NumbaBackend(threads=2), ones)), expected)
+    together = logits(name, NumbaBackend(threads=2), crowded)
+    np.testing.assert_array_equal(np.concatenate([rows[1:-1] for rows in together]), expected)
