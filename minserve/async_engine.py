@@ -148,6 +148,19 @@ class EngineStatus:
     step_age: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class LiveRequest:
+    """One request as the live view shows it: counts of tokens, ids of the blocks it holds."""
+
+    id: str
+    pool: str
+    phase: str
+    prompt: int
+    computed: int
+    output: int
+    blocks: tuple[int, ...]
+
+
 class AsyncEngine:
     def __init__(self, engine: Engine, *, max_queue: dict[Pool, int], step_timeout: float = 30.0) -> None:
         self.engine = engine
@@ -217,6 +230,21 @@ class AsyncEngine:
             streams=len(self._streams),
             step_age=age,
         )
+
+    def requests(self) -> list[LiveRequest]:
+        """What runs and what waits, in order of arrival."""
+        return [
+            LiveRequest(
+                id=r.id,
+                pool=r.pool.value,
+                phase="queued" if r.seat < 0 else "decode" if r.output_len else "prefill",
+                prompt=r.prompt_len,
+                computed=r.computed,
+                output=r.output_len,
+                blocks=tuple(r.blocks),
+            )
+            for r in self.engine.scheduler.requests.values()
+        ]
 
     async def drain(self, timeout: float) -> None:
         """Refuse new work, let the rest finish for `timeout` seconds, then end what is left with an error."""

@@ -134,16 +134,22 @@ class InfoRoutes:
         return web.Response(body=self._s.telemetry.metrics.render(), headers={"Content-Type": CONTENT_TYPE})
 
     async def status(self, request: web.Request) -> web.Response:
-        """Counts now, numbers of the last minute, what they point at; ?steps=N adds the latest steps."""
+        """Counts now, numbers of the last minute, what they point at.
+
+        ?steps=N adds the latest steps, ?requests=1 what runs and waits, with the ids of its blocks.
+        """
         calls = self._s.gateway.live
-        steps = request.query.get("steps", "0")
-        return json_response(
-            {
-                "model": self._s.model.name,
-                "version": minserve.__version__,
-                **dataclasses.asdict(self._s.engine.status()),
-                "calls": calls,
-                "tokenizing": self._s.text.waiting,
-                **self._s.telemetry.report(calls, int(steps) if steps.isdecimal() and len(steps) < 5 else 0),
-            }
-        )
+        now = dataclasses.asdict(self._s.engine.status())
+        steps = request.query.get("steps", "")
+        body: dict[str, Any] = {
+            "model": self._s.model.name,
+            "version": minserve.__version__,
+            "step_count": now.pop("steps"),
+            **now,
+            "calls": calls,
+            "tokenizing": self._s.text.waiting,
+            **self._s.telemetry.report(calls, int(steps) if steps.isdecimal() and len(steps) < 5 else 0),
+        }
+        if request.query.get("requests") == "1":
+            body["requests"] = [dataclasses.asdict(live) for live in self._s.engine.requests()]
+        return json_response(body)

@@ -30,7 +30,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 OPEN_ROUTES = frozenset({"/", "/static/{name}", "/health", "/ready"})
 ADMIN_ROUTES = frozenset({"/metrics", "/status"})
 GENERATING_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions"})
-_QUIET = frozenset({"/health", "/ready", "/metrics", "/static/{name}"})  # probes would drown the rest
+_QUIET = frozenset({"/health", "/ready", "/metrics", "/status", "/static/{name}"})  # asked again and again
 
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -78,9 +78,9 @@ async def _answered(request: web.Request, handler: Handler) -> web.StreamRespons
 
 
 def _log_line(request: web.Request, visit: Visit, status: int, seconds: float) -> None:
-    """Calls have their line from the ledger's row already, and probes would drown the rest."""
+    """Calls have their line from the ledger's row already."""
     route = route_of(request)
-    if visit.recorded or (route in _QUIET and status < 500):
+    if visit.recorded or (route in _QUIET and status != 500):
         return
     fields: dict[str, object] = {
         "request_id": visit.request_id,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Protocol
 
-from minserve.async_engine import EngineStatus, State
+from minserve.async_engine import EngineStatus, LiveRequest, State
 from minserve.engine import Progress
 from minserve.request import RequestError, RequestOutcome, Submission, TextDelta
 
@@ -49,6 +49,8 @@ class ServingEngine(Protocol):
     def abort(self, submission_id: str, error: RequestError | None = None) -> bool: ...
 
     def status(self) -> EngineStatus: ...
+
+    def requests(self) -> list[LiveRequest]: ...
 
     async def drain(self, timeout: float) -> None: ...
 

@@ -57,7 +57,7 @@ class Telemetry:
             running=_by_pool(now.running),
             waiting=_by_pool(now.waiting),
             blocks_total=now.blocks_total,
-            blocks_free=now.blocks_free,
+            blocks_free=now.blocks_free + now.blocks_cached,
             blocks_cached=now.blocks_cached,
             waits=last.waits if last is not None and any(now.waiting.values()) else {},
         )

@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 from msgspec import structs
 
-from minserve.async_engine import EngineStatus, State
+from minserve.async_engine import EngineStatus, LiveRequest, State
 from minserve.config import Config, KeyConfig
 from minserve.economics.accounting import Accounting
 from minserve.economics.keys import digest
@@ -186,6 +186,9 @@ class FakeEngine:
             streams=live,
             step_age=None,
         )
+
+    def requests(self) -> list[LiveRequest]:
+        return [LiveRequest(f"{id}#0", "interactive", "decode", 2, 2, 1, (5,)) for id in self.streams]
 
     async def drain(self, timeout: float) -> None:
         self.state = State.DRAINING

@@ -496,6 +496,11 @@ async def test_status_says_what_is_going_on(server: Server) -> None:
     assert (reply["model"], reply["state"], reply["calls"], reply["blocks_total"]) == (MODEL, "ready", 0, 100)
     assert reply["numbers"]["pools"]["interactive"]["requests"] == 0
     assert reply["findings"]
+    assert "requests" not in reply
+    server.engine.script = None
+    async with server.session.post(server.url + "/v1/completions", json={**COMPLETION, "stream": True}):
+        _, reply = await server.get("/status?requests=1")
+    assert [(live["phase"], live["blocks"]) for live in reply["requests"]] == [("decode", [5])]
     assert set((await server.get("/version"))[1]) == {"version"}
 
 
