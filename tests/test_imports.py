@@ -40,7 +40,7 @@ ROOMS = {
     "batch_build": room(2, "numpy", rooms="request batch"),
     "backend": room(3, "numpy", rooms="config request batch"),
     "backend.numba_backend": room(3, "numpy numba llvmlite", rooms="backend config request batch"),
-    "backend.cuda_backend": room(3, "numpy cupy cupy_backends", rooms="backend config request batch kernels_cuda"),
+    "backend.cuda_backend": room(3, "numpy cupy cupy_backends cuda", rooms="backend config request batch kernels_cuda"),
     "models": room(3, "numpy", rooms="backend.base backend.tensor"),
     "runner": room(4, "numpy"),
     "weights": room(4, "numpy huggingface_hub filelock"),
