@@ -1,11 +1,11 @@
 /** The chat page: sends messages, shows what happens to them, remembers the conversation. */
 
-import { ApiError, chat, getJson, listModels } from "/static/client.js";
+import { ApiError, chat, listModels } from "/static/client.js";
 import * as store from "/static/store.js";
 import { describePhase, MessageView, number } from "/static/view.js";
 
 const $ = (id) => document.getElementById(id);
-const RATE_AFTER = 500; // ms of writing after which a rate means something
+const RATE_AFTER = 200; // ms of writing after which a rate means something
 const CHECK_EVERY = 10_000; // ms between looks at whether the server is there
 const SAVE_EVERY = 1000; // ms between saves of a growing answer
 
@@ -118,13 +118,13 @@ async function answer({ resume = false } = {}) {
     else message.error = plainError(error);
   }
   if (busy === job) busy = null;
-  if (!messages.includes(message)) return; // the conversation was put away meanwhile
   store.saveChat(messages);
   const following = atEnd();
   showAll();
   if (following) toEnd();
+  if (!messages.includes(message)) return; // the conversation was put away meanwhile
   announce(message.error ? message.error.message : message.end === "stopped" ? "Stopped." : `Answer: ${message.content}`);
-  if (message.error?.status === 401) checkServer();
+  if ([401, 404].includes(message.error?.status)) recheck(); // another key, another model
 }
 
 function requestOf(message, resume) {
@@ -308,34 +308,48 @@ $("settings").addEventListener("close", () => {
   };
   store.saveSettings(settings);
   store.saveKey($("key").value.trim());
-  checkServer();
+  recheck();
   input.focus();
 });
 
 // -- the server
 
-const WORDS = { ready: "Ready", loading: "Loading", draining: "Shutting down", key: "An API key is needed", gone: "No connection" };
+const WORDS = {
+  ready: "Ready",
+  loading: "Loading the model",
+  draining: "Shutting down",
+  failed: "The engine has failed",
+  key: "An API key is needed",
+  gone: "No connection",
+};
+
+let shown = null;
 
 function showServer(state) {
+  shown = state;
   document.querySelector(".dot").dataset.state = state;
   document.querySelector(".served").title = WORDS[state] ?? "Not ready";
   $("model").textContent = state === "ready" && model ? model.id : (WORDS[state] ?? "Not ready").toLowerCase();
   if (model) $("welcome-model").textContent = model.id;
 }
 
-/** Which model is served, and whether it is. */
+/** Whether the server takes requests, and which model it serves. */
 async function checkServer() {
-  try {
-    [model] = await listModels({ key: store.loadKey() });
-    showServer("ready");
-  } catch (error) {
-    if (error.status === 401) return showServer("key");
-    if (error.status !== 503) return showServer("gone");
-    const state = await getJson("/health").then((health) => health.status, () => "gone");
-    showServer(state in WORDS ? state : "gone");
-  } finally {
-    showContext();
+  let state = await fetch("/ready", { cache: "no-store" }).then((reply) => reply.json()).then((ready) => ready.status, () => "gone");
+  if (state === "ready" && shown !== "ready") {
+    try {
+      [model] = await listModels({ key: store.loadKey() });
+    } catch (error) {
+      state = error.status === 401 ? "key" : "gone";
+    }
   }
+  showServer(state);
+  showContext();
+}
+
+function recheck() {
+  shown = null;
+  checkServer();
 }
 
 function announce(text) {

@@ -116,7 +116,7 @@ export function describePhase(phase) {
 
 function describeStats({ stats, end }) {
   const facts = [];
-  if (stats?.ttft !== undefined) facts.push(`first token ${seconds(stats.ttft)}`);
+  if (stats?.ttft !== undefined) facts.push(`First token ${seconds(stats.ttft)}`);
   if (stats?.rate) facts.push(`${stats.rate.toFixed(stats.rate < 10 ? 1 : 0)} tokens/s`);
   if (stats?.tokens) facts.push(`${number(stats.tokens)} ${stats.tokens === 1 ? "token" : "tokens"}`);
   if (end === "length") facts.push("cut off at the limit");
