@@ -9,6 +9,8 @@ Environment: MINSERVE_<SECTION>_<FIELD>, as MINSERVE_ENGINE_MAX_NUM_SEQS. Lists 
 from __future__ import annotations
 
 import difflib
+import os
+import sys
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -77,6 +79,20 @@ def load(file: Path | None, environment: Mapping[str, str], flags: Mapping[str, 
         values[name] = _convert(name, text, flag, strict=False)
         origins[name] = flag
     return Settings(_build(values), origins)
+
+
+def data_dir() -> Path:
+    """MINSERVE_DATA, or this platform's folder for a user's application data; made if it is missing."""
+    if moved := os.environ.get("MINSERVE_DATA"):
+        folder = Path(moved).expanduser().absolute()
+    elif sys.platform == "win32":
+        folder = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "minserve"
+    elif sys.platform == "darwin":
+        folder = Path.home() / "Library" / "Application Support" / "minserve"
+    else:
+        folder = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "minserve"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def flag_of(name: str) -> str:

@@ -39,18 +39,23 @@ def settings_options(function: F) -> F:
 
 def read_settings(options: dict[str, Any], model: str | None = None) -> Settings:
     """Settings from the options that `settings_options` made; exits with the reason if one is wrong."""
+    try:
+        return reread_settings(options, model)
+    except SettingsError as error:
+        fail(str(error))
+
+
+def reread_settings(options: dict[str, Any], model: str | None = None) -> Settings:
+    """The same with the file and the environment as they are now. SettingsError if a value is wrong."""
     flags = {_FLAGS[key]: value for key, value in options.items() if key in _FLAGS and value is not None}
     if model is not None:
         flags["model.name"] = model
     for assignment in options.get("assignments", ()):
         name, equals, value = assignment.partition("=")
         if not equals:
-            fail(f"--set {assignment}: write it as NAME=VALUE")
+            raise SettingsError(f"--set {assignment}: write it as NAME=VALUE")
         flags[name] = value
-    try:
-        return load(options.get("file"), os.environ, flags)
-    except SettingsError as error:
-        fail(str(error))
+    return load(options.get("file"), os.environ, flags)
 
 
 def fail(message: str) -> NoReturn:

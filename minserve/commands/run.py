@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from minserve.commands.options import read_settings, settings_options
+from minserve.commands.options import read_settings, reread_settings, settings_options
 from minserve.settings import FIELDS
 
 
@@ -19,7 +19,7 @@ def serve(model: str | None, **options: Any) -> None:
     settings = read_settings(options, model)
     from minserve.server.serve import run
 
-    sys.exit(run(settings.config))
+    sys.exit(run(settings.config, lambda: reread_settings(options, model).config))
 
 
 @click.command()

@@ -66,18 +66,20 @@ class Accounting:
         self.ledger = ledger
         self.limiter = Limiter()
         self.alerts = Alerts(send_alert, attempts=config.alerts.attempts)
-        self.keys = Keyring(config.keys, config.local, PageTokens(token_secret))
+        self.tokens = PageTokens(token_secret)
+        self.keys = Keyring(config.keys, config.local, self.tokens)
         self.on_row = on_row
         self.lock: FolderLock | None = None
         self._runs = Runs(self.limiter, config.loops.run_idle_s)
         self._repeats = Repeats(config.loops)
         self._drift = PromptDrift(self.alerts, ratio=config.alerts.drift_ratio, least=config.alerts.drift_min_requests)
         self.payers = Payers(config, self._runs)
-        self._spend = self.watch_spend()
+        self._spend: SpendAlerts | None = None
         self._open_cost = 0
         self._open: dict[int, tuple[Identity, Ticket]] = {}
         self._next_seq = 0
         self._device = DeviceHours(ledger.execute, self.clock) if ledger else None
+        self.watch_spend()
         if ledger is not None:
             now = self.clock()
             restore(ledger.database, self.limiter, self.payers, self._runs, self._drift, now, config.loops.run_idle_s)
@@ -190,9 +192,7 @@ class Accounting:
         total_ms = (time.monotonic() - started) * 1e3
         row = msgspec.structs.replace(row, cost=cost, total_ms=total_ms, **end.columns())
         self._finished(row)
-        if self._spend is not None:
-            now = self.clock()
-            self._spend.check(self._spent(now), now)
+        self.check_spend()
         return row
 
     def release(self, row: Row, ticket: Ticket, actual: Amount) -> None:
@@ -254,13 +254,20 @@ class Accounting:
 
     # -- the server's own limit
 
-    def watch_spend(self) -> SpendAlerts | None:
+    def watch_spend(self) -> None:
+        """Alerts for the configured limit, if there is one."""
         limit = self.payers.server
         if limit is None:
-            return None
-        return SpendAlerts(
-            self.alerts, limit.cost or 0, self.config.spend.alert_at, self.prices.currency, str(limit.period)
-        )
+            self._spend = None
+        else:
+            self._spend = SpendAlerts(
+                self.alerts, limit.cost or 0, self.config.spend.alert_at, self.prices.currency, str(limit.period)
+            )
+
+    def check_spend(self) -> None:
+        if self._spend is not None:
+            now = self.clock()
+            self._spend.check(self._spent(now), now)
 
     def _spent(self, now: float) -> int:
         """Settled money of the server's window: what is counted less what is only reserved."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from minserve.config import Config
-from minserve.economics.keys import Keyring
+from minserve.economics.keys import Identity, Keyring
 from minserve.economics.limits import Limiter, Ticket
 from minserve.economics.loops import Runs
 from minserve.economics.payers import Payers
@@ -29,13 +29,16 @@ async def reconfigure(books: Accounting, config: Config) -> None:
     Calls that run keep the account they began with; they cost at most what they reserved.
     """
     prices = Prices.of(config.prices)
-    keys = Keyring(config.keys, config.local, books.keys.tokens)
+    keys = Keyring(config.keys, config.local, books.tokens)
     payers = Payers(config, books._runs)
     if books.ledger is not None and not payers.counted <= books.payers.counted:
         await books.ledger.rest()
         payers = _recount(books, config)
+    spend_changed = config.spend != books.config.spend
     books.config, books.prices, books.keys, books.payers = config, prices, keys, payers
-    books.watch_server_spend()
+    if spend_changed:
+        books.watch_spend()
+        books.check_spend()
 
 
 def _recount(books: Accounting, config: Config) -> Payers:
@@ -52,3 +55,14 @@ def _recount(books: Accounting, config: Config) -> Payers:
         _count(limiter, payers, identity, ticket, now)
     books.limiter, books._runs, books._drift = limiter, runs, drift
     return payers
+
+
+def _count(limiter: Limiter, payers: Payers, identity: Identity, ticket: Ticket, now: float) -> None:
+    """Move a running call's reservation to new counters. Over a cap or not: it runs."""
+    counters = {
+        id(counter): counter
+        for payer in payers.of(identity, now)
+        for limit in payer.limits
+        for counter in [limiter.counter(payer.scope, limit.period)]
+    }
+    ticket.places = tuple((counter, counter.add(now, ticket.amount)) for counter in counters.values())

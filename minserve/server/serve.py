@@ -12,60 +12,85 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from minserve.assemble import Assembly, assemble, default_name
 from minserve.async_engine import AsyncEngine
 from minserve.backend.base import BackendError, CheckpointError
 from minserve.config import Config
+from minserve.config_rules import validate
 from minserve.economics.accounting import Accounting
 from minserve.economics.schema import LedgerError
+from minserve.engine import Observer
 from minserve.observe.log import setup
 from minserve.request import Pool
 from minserve.server.app import create_app
+from minserve.server.reload import Reread, reload_on
 from minserve.server.services import ServedModel, Services
 from minserve.server.site import PortInUse, Site, address_of, bind, loading_app
 from minserve.server.telemetry import Telemetry
 from minserve.server.webhook import Webhook
+from minserve.settings import data_dir
 from minserve.weights.cache import DownloadError
 
 log = logging.getLogger("minserve.server")
 
+FAULTS = (PortInUse, LedgerError, CheckpointError, BackendError, DownloadError, OSError, ValueError)
 _INTERRUPTED = 130  # what shells show for a process that a second Ctrl-C ended
 
 Say = Callable[[str], None]
 
 
-def run(config: Config) -> int:
-    """Serve until a signal comes; the process's exit status."""
+def run(config: Config, reread: Reread | None = None) -> int:
+    """Serve until a signal comes; the process's exit status. reread: the configuration as its file says now."""
     setup(config.server.log_format, config.server.log_level)
     try:
-        return asyncio.run(serve(config))
-    except (PortInUse, LedgerError, CheckpointError, BackendError, DownloadError, OSError, ValueError) as error:
+        return asyncio.run(serve(config, reread))
+    except FAULTS as error:
         print(f"minserve: {error}", file=sys.stderr)
         return 1
 
 
-async def serve(config: Config, *, say: Say | None = None) -> int:
+async def serve(config: Config, reread: Reread | None = None, *, say: Say | None = None) -> int:
     """The whole life: port, ledger, weights, engine, service, drain. Raises what `run` turns into a sentence."""
     say = say or _print
-    stop = asyncio.Event()
-    install_signals(stop)
+    stop, hangup = asyncio.Event(), asyncio.Event()
+    install_signals(stop, hangup)
     async with contextlib.AsyncExitStack() as cleanup:
         sock = bind(config.server.host, config.server.port)
         site = Site(sock)
         cleanup.push_async_callback(site.close)
+        await site.serve(loading_app())
+        services = await cleanup.enter_async_context(opened(config, say, stop))
+        if services is None:
+            return 0
+        await site.serve(create_app(services))
+        if reread is not None:
+            reloading = asyncio.create_task(reload_on(hangup, services, reread))
+            cleanup.callback(reloading.cancel)
+        say(f"Chat     {address_of(sock)}")
+        say(f"API      {address_of(sock)}/v1")
+        await stop.wait()
+        await drain(services, site, say)
+    return 0
+
+
+@contextlib.asynccontextmanager
+async def opened(config: Config, say: Say, stop: asyncio.Event) -> AsyncIterator[Services | None]:
+    """Ledger, weights, engine: all that stands behind the gateway, whoever brings the calls. None: told to stop."""
+    if broken := validate(config):
+        raise ValueError("The settings contradict each other:\n  " + "\n  ".join(broken))
+    async with contextlib.AsyncExitStack() as cleanup:
         telemetry = Telemetry(config.model.served_name or default_name(config.model.name), config)
         webhook = Webhook(config.alerts.webhook) if config.alerts.webhook else None
         accounting = Accounting.open(config, data_dir(), send_alert=webhook, on_row=telemetry.row)
         if webhook is not None:
             cleanup.push_async_callback(webhook.close)
         cleanup.push_async_callback(accounting.close)
-        await site.serve(loading_app())
-        assembly = await load(config, telemetry, say, stop)
+        assembly = await load(config, (*telemetry.observers, accounting.observe), say, stop)
         if assembly is None:
-            return 0
+            yield None
+            return
         engine = AsyncEngine(
             assembly.engine,
             max_queue={Pool.INTERACTIVE: config.pools.interactive.max_queue, Pool.BULK: config.pools.bulk.max_queue},
@@ -76,14 +101,11 @@ async def serve(config: Config, *, say: Say | None = None) -> int:
         telemetry.watch(engine.status)
         services = Services.of(config, served_model(assembly), engine, accounting, telemetry)
         cleanup.callback(services.text.close)
-        await site.serve(create_app(services))
-        say_ready(assembly, address_of(sock), say)
-        await stop.wait()
-        await drain(services, site, say)
-    return 0
+        describe(assembly, say)
+        yield services
 
 
-async def load(config: Config, telemetry: Telemetry, say: Say, stop: asyncio.Event) -> Assembly | None:
+async def load(config: Config, observers: Sequence[Observer], say: Say, stop: asyncio.Event) -> Assembly | None:
     """Assemble on a thread of its own, so that probes and signals are answered meanwhile. None: told to stop."""
     loop = asyncio.get_running_loop()
     loaded: asyncio.Future[Assembly] = loop.create_future()
@@ -93,7 +115,7 @@ async def load(config: Config, telemetry: Telemetry, say: Say, stop: asyncio.Eve
 
     def work() -> None:
         try:
-            assembly = assemble(config, observers=telemetry.observers, progress=tell)
+            assembly = assemble(config, observers=observers, progress=tell)
         except BaseException as error:
             _threadsafe(loop, _fail, loaded, error)
         else:
@@ -129,44 +151,46 @@ def served_model(assembly: Assembly) -> ServedModel:
     )
 
 
-def say_ready(assembly: Assembly, address: str, say: Say) -> None:
+def describe(assembly: Assembly, say: Say) -> None:
     for note in assembly.notes:
         say(note)
     say(f"Model    {assembly.name}")
     say(f"Device   {assembly.backend.description}")
     say(f"Cache    {assembly.capacity()}")
-    say(f"Chat     {address}")
-    say(f"API      {address}/v1")
 
 
-def install_signals(stop: asyncio.Event) -> None:
-    """The first SIGINT or SIGTERM asks to drain, a second one exits at once."""
+def install_signals(stop: asyncio.Event, hangup: asyncio.Event | None = None) -> None:
+    """The first SIGINT or SIGTERM asks to drain, a second one exits at once; SIGHUP sets `hangup`.
+
+    A terminal that is closed sends SIGHUP too: then the server drains, instead of living on where nobody sees it.
+    """
     loop = asyncio.get_running_loop()
+    terminal = _at_terminal()
 
     def on_signal() -> None:
         if stop.is_set():
             os._exit(_INTERRUPTED)
         stop.set()
 
+    def on_hangup() -> None:
+        assert hangup is not None
+        if terminal and not _at_terminal():
+            stop.set()
+        else:
+            hangup.set()
+
     for number in (signal.SIGINT, signal.SIGTERM):
         try:
             loop.add_signal_handler(number, on_signal)
         except NotImplementedError:  # Windows' event loops have none
             signal.signal(number, lambda *_: _threadsafe(loop, on_signal))
+    if hangup is not None and hasattr(signal, "SIGHUP"):
+        terminal = terminal and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN  # nohup's
+        loop.add_signal_handler(signal.SIGHUP, on_hangup)
 
 
-def data_dir() -> Path:
-    """MINSERVE_DATA, or this platform's folder for a user's application data; made if it is missing."""
-    if moved := os.environ.get("MINSERVE_DATA"):
-        folder = Path(moved).expanduser().absolute()
-    elif sys.platform == "win32":
-        folder = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "minserve"
-    elif sys.platform == "darwin":
-        folder = Path.home() / "Library" / "Application Support" / "minserve"
-    else:
-        folder = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "minserve"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+def _at_terminal() -> bool:
+    return any(os.isatty(number) for number in (0, 1, 2))
 
 
 def _print(line: str) -> None:

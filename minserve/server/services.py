@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from aiohttp import web
 
@@ -38,8 +38,10 @@ class ServedModel:
     created: int = field(default_factory=lambda: int(time.time()))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Services:
+    """config and rules are read where they are used, never kept: a reload replaces them."""
+
     config: Config
     model: ServedModel
     engine: ServingEngine
@@ -68,6 +70,11 @@ class Services:
             defaults=model.defaults,
         )
         return cls(config, model, engine, accounting, telemetry, gateway, TextWorker(), rules)
+
+    def configure(self, config: Config) -> None:
+        """Other limits from now on; the accounting has its own way."""
+        self.config = config
+        self.rules = replace(self.rules, limits=config.limits)
 
 
 @dataclass(slots=True)
