@@ -3,8 +3,9 @@
 Owns its registry. Fed by `observe` (an engine's observer) and `row` (a finished row of the ledger); gauges are read
 live when scraped, through a callback, so they can't freeze when nothing happens. It must not know the engine.
 
-Totals of tokens are counted when a request ends, aborted ones too, from the same outcome as the histograms per
-request: their sums agree. What flows now is in `vllm:iteration_tokens_total`.
+Totals of tokens and the histograms of tokens per call are counted from the same ledger row when a call ends, aborted
+ones too: totals, histograms and bills agree. Latencies come from the engine's outcomes, one per choice. What flows now
+is in `vllm:iteration_tokens_total`.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ class LedgerRow(Protocol):
     code: str
     cost: int
     choices: int
+    max_tokens: int
     degraded: str
     prompt_tokens: int
     cached_tokens: int
@@ -94,20 +96,23 @@ class Metrics:
             self._outcome(record)
 
     def row(self, row: LedgerRow) -> None:
-        """A call has ended or was refused: money, refusals, and what was degraded."""
+        """A call has ended or was refused: its tokens and money, why it was refused, what was degraded."""
+        if row.degraded:
+            self.degraded.labels(*self._values(row.degraded)).inc()
         if row.finish == "refused":
             self.rejections.labels(*self._values(row.code)).inc()
             return
-        for kind, tokens in (
-            ("prefill", row.prompt_tokens - row.cached_tokens),
-            ("cached", row.cached_tokens),
-            ("decode", row.completion_tokens),
-        ):
-            self.settled_tokens.labels(*self._values(row.pool, kind)).inc(tokens)
-        self.cost.labels(*self._values(row.pool)).inc(row.cost / 1e9)
+        if row.finish == "static":
+            return
+        pool = row.pool
+        for key, value in (("prompt", row.prompt_tokens), ("generation", row.completion_tokens)):
+            self.calls[key].observe(value, (pool,))
+        self.calls["max_tokens"].observe(row.max_tokens / row.choices, (pool,))
         self.choices.observe(row.choices)
-        if row.degraded:
-            self.degraded.labels(*self._values(row.degraded)).inc()
+        self.prompt_tokens.labels(*self._values(pool)).inc(row.prompt_tokens)
+        self.cached_tokens.labels(*self._values(pool)).inc(row.cached_tokens)
+        self.generation_tokens.labels(*self._values(pool)).inc(row.completion_tokens)
+        self.cost.labels(*self._values(pool)).inc(row.cost / 1e9)
 
     # -- definitions
 
@@ -134,18 +139,20 @@ class Metrics:
             ("decode", "vllm:request_decode_time_seconds", "First token to end.", LATENCY_BUCKETS),
             ("inference", "vllm:request_inference_time_seconds", "First step to end.", LATENCY_BUCKETS),
             ("tpot", "vllm:request_time_per_output_token_seconds", "Mean gap of a request.", ITL_BUCKETS),
+        )
+        per_call = (
             ("prompt", "vllm:request_prompt_tokens", "Prompt tokens processed.", TOKEN_BUCKETS),
             ("generation", "vllm:request_generation_tokens", "Tokens generated.", TOKEN_BUCKETS),
-            ("max_tokens", "vllm:request_params_max_tokens", "Tokens asked for.", TOKEN_BUCKETS),
+            ("max_tokens", "vllm:request_params_max_tokens", "Tokens asked for, per choice.", TOKEN_BUCKETS),
         )
         self.requests = {key: self._histogram(name, text, bounds) for key, name, text, bounds in per_request}
+        self.calls = {key: self._histogram(name, text, bounds) for key, name, text, bounds in per_call}
         self.choices = self._histogram("vllm:request_params_n", "Choices asked for.", CHOICE_BUCKETS, pool=False)
         self.success = self._counter("vllm:request_success", "Requests that ended.", "pool", "finished_reason")
         self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens processed.", "pool")
         self.cached_tokens = self._counter("vllm:prompt_tokens_cached", "Of these, found in the prefix cache.", "pool")
         self.generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated.", "pool")
         self.rejections = self._counter("vllm:admission_rejections", "Refused calls.", "reason")
-        self.settled_tokens = self._counter("minserve_settled_tokens", "Tokens billed.", "pool", "kind")
         self.cost = self._counter("minserve_cost", "Money settled, in the configured currency.", "pool")
         self.degraded = self._counter("minserve_degraded_requests", "Calls that got less under load.", "step")
 
@@ -183,14 +190,8 @@ class Metrics:
     def _outcome(self, outcome: RequestOutcome) -> None:
         pool = (outcome.pool.value,)
         seen = self.requests
-        # One prompt of several choices was processed once, with the choice that led the group.
-        processed = outcome.ttft is not None and outcome.id.endswith("#0")
-        prompt, cached = (outcome.usage.prompt, outcome.usage.cached) if processed else (0, 0)
         seen["e2e"].observe(outcome.total, pool)
         seen["queue"].observe(outcome.queue, pool)
-        seen["prompt"].observe(prompt, pool)
-        seen["generation"].observe(outcome.usage.completion, pool)
-        seen["max_tokens"].observe(outcome.max_tokens, pool)
         if outcome.ttft is not None:
             seen["prefill"].observe(outcome.ttft - outcome.queue, pool)
             seen["decode"].observe(outcome.total - outcome.ttft, pool)
@@ -198,9 +199,6 @@ class Metrics:
         if outcome.gaps:
             seen["tpot"].observe(sum(outcome.gaps) / len(outcome.gaps), pool)
         self.success.labels(*self._values(*pool, outcome.finish.value)).inc()
-        self.prompt_tokens.labels(*self._values(*pool)).inc(prompt)
-        self.cached_tokens.labels(*self._values(*pool)).inc(cached)
-        self.generation_tokens.labels(*self._values(*pool)).inc(outcome.usage.completion)
 
     # -- scrape
 
