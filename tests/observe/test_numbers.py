@@ -13,7 +13,7 @@ from minserve.observe.numbers import Numbers
 from minserve.observe.sketch import Window
 from minserve.observe.trace import Trace
 from minserve.request import Pool
-from tests.observe.test_metrics import outcome, step
+from tests.observe.records import outcome, step
 
 
 @given(st.lists(st.floats(2e-6, 1e4), min_size=1, max_size=300), st.sampled_from([0.01, 0.5, 0.9, 0.99, 1.0]))
