@@ -26,6 +26,8 @@ from minserve.server.ports import ServingEngine, TokenStream
 
 log = logging.getLogger("minserve.server")
 
+_BACKSTOP_S = 1.0  # the reader's own timeout comes first; the engine's is for calls that nobody reads any more
+
 CLIENT_CLOSED = RequestError("The client left.", status=499, code="client_closed")
 
 
@@ -130,7 +132,7 @@ class Gateway:
     def _submissions(self, call: Call) -> list[Submission]:
         now = asyncio.get_running_loop().time()
         queue_deadline = now + self._pool(call.pool).queue_timeout_s
-        deadline = now + self._timeouts_of(call.pool).total
+        deadline = now + self._timeouts_of(call.pool).total + _BACKSTOP_S
         return [
             Submission(
                 id=_submission_id(call.id, i),

@@ -198,10 +198,10 @@ _COMPLETION_ONLY: Mapping[str, tuple[Any, ...]] = {"messages": (), "top_logprobs
 def refuse_unsupported(fields: Mapping[str, Any], *, chat: bool) -> None:
     """RequestError 400 for the first field that asks for something this server can't do."""
     for table in (UNSUPPORTED, _CHAT_ONLY if chat else _COMPLETION_ONLY):
-        for name in table.keys() & fields.keys():
-            if not _asks_nothing(fields[name], table[name]):
+        for name, neutral in table.items():
+            if name in fields and not _asks_nothing(fields[name], neutral):
                 raise RequestError(
-                    f"This server does not support `{name}`{_unless(table[name])}.",
+                    f"This server does not support `{name}`{_unless(neutral)}.",
                     code="unsupported_parameter",
                     param=name,
                 )

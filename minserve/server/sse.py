@@ -20,6 +20,8 @@ HEADERS = {
     "X-Accel-Buffering": "no",  # nginx: pass events on as they come
 }
 
+_AT_ONCE = 16 * 1024  # bytes that fit a transport's empty buffer without making it wait
+
 
 class ClientStalled(ConnectionError):
     """The reader took nothing for too long; the same as one that left."""
@@ -51,6 +53,14 @@ class EventStream:
 
     async def send(self, data: bytes) -> None:
         """Write whole events. ClientStalled if the reader does not take them, ConnectionError if it is gone."""
+        transport = self._request.transport
+        if transport is not None and len(data) < _AT_ONCE and transport.get_write_buffer_size() == 0:
+            await self.response.write(data)  # can't wait, so it needs no timer: nearly every token goes this way
+        else:
+            await self._send_slowly(data)
+        self._written = self._clock()
+
+    async def _send_slowly(self, data: bytes) -> None:
         try:
             async with asyncio.timeout(self._stall_s):
                 await self.response.write(data)
@@ -58,7 +68,6 @@ class EventStream:
             if self._request.transport is not None:
                 self._request.transport.abort()
             raise ClientStalled from None
-        self._written = self._clock()
 
     async def comment(self, text: str) -> None:
         """A line that every parser ignores: it keeps proxies awake and finds out whether the reader is still there."""
