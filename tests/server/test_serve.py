@@ -1,0 +1,173 @@
+"""`minserve serve` as a process: what it prints, when it listens, how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from minserve.server.site import PortInUse, bind
+from minserve.server.webhook import Webhook
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals are sent to a process of its own")
+
+ROOT = Path(__file__).parents[2]
+BODY = {"prompt": "Hi", "max_tokens": 3000, "ignore_eos": True, "stream": True}
+
+
+class Process:
+    """A server process and the lines it prints."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.lines: list[str] = []
+
+    async def line(self, pattern: str) -> re.Match[str]:
+        """Read up to a line that the pattern matches."""
+        assert self.process.stdout is not None
+        async with asyncio.timeout(60):
+            while line := (await self.process.stdout.readline()).decode():
+                self.lines.append(line)
+                if match := re.search(pattern, line):
+                    return match
+        raise AssertionError("".join(self.lines))
+
+    async def address(self) -> str:
+        return (await self.line(r"Chat +(http://\S+)"))[1]
+
+    async def end(self, timeout: float = 20) -> int:
+        assert self.process.stdout is not None
+        async with asyncio.timeout(timeout):
+            self.lines.append((await self.process.stdout.read()).decode())
+            return await self.process.wait()
+
+
+@asynccontextmanager
+async def serve(folder: Path, *flags: str, model: str = "dummy:llama-tiny") -> AsyncIterator[Process]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "minserve", "serve", model, "--backend", "numpy", *flags),
+        cwd=ROOT,
+        env={**os.environ, "MINSERVE_DATA": str(folder), "PYTHONPATH": str(ROOT)},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    try:
+        yield Process(process)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+# bug: 63
+async def test_a_signal_drains_and_the_process_ends_well(tmp_path: Path) -> None:
+    async with serve(tmp_path, "--port", "0", "--set", "timeouts.drain_s=0.5") as server, session() as http:
+        address = await server.address()
+        assert any("requests of" in line for line in server.lines)  # how much fits at once
+        async with http.post(address + "/v1/completions", json=BODY) as response:
+            await response.content.readuntil(b'"text"')
+            server.process.send_signal(signal.SIGTERM)
+            text = (await response.read()).decode()
+        assert '"code":"shutting_down"' in text
+        assert text.endswith("data: [DONE]\n\n")
+        assert await server.end() == 0
+        assert "Stopping" in "".join(server.lines)
+    # The ledger was flushed: a second server finds it, and the data folder free again.
+    async with serve(tmp_path, "--port", "0") as server:
+        await server.address()
+
+
+# bug: 63
+async def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
+    async with serve(tmp_path, "--port", "0") as server, session() as http:
+        address = await server.address()
+        async with http.post(address + "/v1/completions", json=BODY) as response:
+            await response.content.readuntil(b'"text"')
+            server.process.send_signal(signal.SIGINT)
+            await server.line("Stopping")
+            server.process.send_signal(signal.SIGINT)
+            assert await server.end(5) == 130
+
+
+# bug: 63
+async def test_while_loading_probes_are_answered_and_a_signal_ends_it(tmp_path: Path) -> None:
+    port = free_port()
+    async with serve(tmp_path, "--port", str(port), model="dummy:smollm2-135m") as server, session() as http:
+        await server.line("reading")
+        assert await status(http, f"http://127.0.0.1:{port}/health") == 200
+        assert await status(http, f"http://127.0.0.1:{port}/ready") == 503
+        async with http.post(f"http://127.0.0.1:{port}/v1/completions", json=BODY) as response:
+            assert (response.status, response.headers["Retry-After"]) == (503, "2")
+            assert (await response.json())["error"]["code"] == "loading"
+        server.process.send_signal(signal.SIGTERM)
+        assert await server.end(10) == 0
+
+
+async def test_a_port_in_use_is_said_before_anything_is_loaded(tmp_path: Path) -> None:
+    with bind("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(PortInUse):
+            bind("127.0.0.1", port)
+        async with serve(tmp_path, "--port", str(port)) as server:
+            assert await server.end() == 1
+    said = "".join(server.lines)
+    assert f"Port {port} on 127.0.0.1 is in use" in said
+    assert f"--port {port + 1}" in said
+    assert "reading" not in said
+    assert "Traceback" not in said
+
+
+async def test_a_model_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
+    async with serve(tmp_path, "--port", "0", model=str(tmp_path / "missing.gguf")) as server:
+        assert await server.end() == 1
+    assert "Traceback" not in "".join(server.lines)
+
+
+async def test_an_alert_is_posted_to_the_webhook_and_a_refusal_raises() -> None:
+    from aiohttp import web
+
+    got: list[Any] = []
+
+    async def take(request: web.Request) -> web.Response:
+        got.append(await request.json())
+        return web.Response(status=200 if len(got) == 1 else 500)
+
+    app = web.Application()
+    app.router.add_post("/alert", take)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    sock = bind("127.0.0.1", 0)
+    await web.SockSite(runner, sock).start()
+    webhook = Webhook(f"http://127.0.0.1:{sock.getsockname()[1]}/alert")
+    await webhook({"kind": "spend", "message": "80 %"})
+    assert got == [{"kind": "spend", "message": "80 %"}]
+    with pytest.raises(aiohttp.ClientResponseError):
+        await webhook({"kind": "spend"})
+    await webhook.close()
+    await runner.cleanup()
+
+
+def session() -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60))
+
+
+async def status(http: aiohttp.ClientSession, url: str) -> int:
+    async with http.get(url) as response:
+        return response.status
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
