@@ -10,6 +10,7 @@ It must not know HTTP or the engine: it sees identities, numbers of tokens and R
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -96,18 +97,18 @@ class Accounting:
         on_row: OnRow | None = None,
     ) -> Accounting:
         """Lock the data folder, open the ledger, rebuild the counters. LedgerError with a clear message if it can't."""
-        lock = FolderLock(data_folder)
-        try:
-            ledger = None
-            if config.ledger.enabled:
-                path = Path(config.ledger.path) if config.ledger.path else data_folder / "ledger.db"
-                ledger = Ledger(path, durability=config.ledger.durability, retention_days=config.ledger.retention_days)
+        with contextlib.ExitStack() as undo:
+            lock = FolderLock(data_folder)
+            undo.callback(lock.release)
+            ledger, kept = None, config.ledger
+            if kept.enabled:
+                path = Path(kept.path) if kept.path else data_folder / "ledger.db"
+                ledger = Ledger(path, durability=kept.durability, retention_days=kept.retention_days)
+                undo.callback(ledger.database.close)
             secret = server_secret(data_folder / "page-token.secret")
             accounting = cls(config, ledger=ledger, token_secret=secret, send_alert=send_alert, on_row=on_row)
-        except BaseException:
-            lock.release()
-            raise
-        accounting.lock = lock
+            accounting.lock = lock
+            undo.pop_all()
         return accounting
 
     async def close(self) -> None:

@@ -75,9 +75,8 @@ class Ledger:
         """Rows that a dead process left open are settled at what they reserved: a caller may have had all of it."""
         with self.database:
             return self.database.execute(
-                "UPDATE calls SET finish = ?, cost = reserved, prompt_tokens = asked_prompt,"
-                " completion_tokens = max_tokens WHERE finish = ?",
-                (INTERRUPTED, OPEN),
+                f"UPDATE calls SET finish = '{INTERRUPTED}', cost = reserved, prompt_tokens = asked_prompt,"
+                f" completion_tokens = max_tokens WHERE finish = '{OPEN}'"
             ).rowcount
 
     # -- on the event loop

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
-from urllib.parse import quote
 
 from minserve.economics.prices import money
 from minserve.economics.rows import COLUMNS
@@ -64,7 +63,7 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
     if not path.is_file():
         raise LedgerError(f"There is no ledger at {path}.")
     try:
-        database = sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True, timeout=5.0)
+        database = sqlite3.connect(path.resolve().as_uri() + "?mode=ro", uri=True, timeout=5.0)
         with contextlib.closing(database):
             owner = database.execute("PRAGMA application_id").fetchone()[0]
             schema = database.execute("PRAGMA user_version").fetchone()[0]

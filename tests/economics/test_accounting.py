@@ -443,6 +443,11 @@ async def test_two_servers_on_one_folder_are_refused_and_a_failed_start_frees_it
     with pytest.raises(Exception, match="ledger"):
         Accounting.open(local(), tmp_path)
     (tmp_path / "ledger.db").unlink()
+    secret = tmp_path / "page-token.secret"
+    secret.write_bytes(b"short")
+    with pytest.raises(ValueError, match="32 bytes"):
+        Accounting.open(local(), tmp_path)
+    secret.unlink()
     await Accounting.open(local(), tmp_path).close()
 
 
