@@ -11,13 +11,14 @@ from collections.abc import Callable
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 
 from minserve.assemble import Assembly
-from minserve.config import AccountConfig, TimeoutsConfig
+from minserve.config import AccountConfig, PoolConfig, PoolsConfig, TimeoutsConfig
 from minserve.server.serve import drain
 from tests.server.fakes import CHAT, COMPLETION, Server
-from tests.server.real import real_server
+from tests.server.real import SMALL, real_server
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
@@ -239,6 +240,39 @@ async def test_drain_finishes_what_it_can_and_ends_the_rest_with_an_error(monkey
         assert len(server.rows) == 14
         with pytest.raises(aiohttp.ClientError):
             await server.get("/health")
+
+
+# bug: 59
+async def test_whoever_waits_too_long_is_sent_away_with_a_time_to_come_back() -> None:
+    engine = msgspec.structs.replace(SMALL, max_num_seqs=1)
+    pools = PoolsConfig(interactive=PoolConfig(queue_timeout_s=0.15))
+    async with real_server(engine, pools=pools) as (server, assembly):
+        long = {**COMPLETION, **GREEDY, "max_tokens": 450}
+        busy = await server.session.post(server.url + "/v1/completions", json={**long, "stream": True})
+        async with server.session.post(server.url + "/v1/completions", json=long) as response:
+            assert response.status == 503
+            assert int(response.headers["Retry-After"]) >= 1
+            assert (await response.json())["error"]["code"] == "queue_timeout"
+        busy.close()
+        await server.settled()
+        idle_invariants(server, assembly)
+
+
+# bug: 15
+async def test_requests_whose_clients_left_the_queue_are_never_read() -> None:
+    engine = msgspec.structs.replace(SMALL, max_num_seqs=1)
+    async with real_server(engine) as (server, assembly):
+        long = {**COMPLETION, **GREEDY, "max_tokens": 300, "stream": True}
+        busy = await server.session.post(server.url + "/v1/completions", json=long)
+        left = [await server.session.post(server.url + "/v1/completions", json=long) for _ in range(20)]
+        for response in left:
+            response.close()
+        await until(lambda: server.engine.status().streams == 1)
+        busy.close()
+        await server.settled()
+        idle_invariants(server, assembly)
+        assert sum(int(str(row["prefill_tokens"])) for row in server.services.telemetry.trace.rows(256)) <= 2
+        assert [row.prompt_tokens for row in server.rows].count(0) >= 20
 
 
 async def test_eight_choices_read_the_prompt_once() -> None:

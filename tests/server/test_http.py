@@ -8,6 +8,7 @@ import json
 import threading
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,11 @@ import pytest
 from minserve.async_engine import State
 from minserve.config import AccountConfig, LimitConfig, LimitsConfig, PricesConfig, ServerConfig
 from minserve.engine import Progress
-from tests.server.fakes import CHAT, COMPLETION, CONTEXT, MODEL, FakeEngine, Server, keyed, say, serving
+from minserve.text.template import ChatTemplate
+from minserve.text.tokenizer import Tokenizer
+from minserve.weights.dummy import load_dummy
+from minserve.weights.vocabulary import TokenizerJson
+from tests.server.fakes import CHAT, COMPLETION, CONTEXT, MODEL, FakeEngine, Server, keyed, say, serving, tiny_model
 
 PAGE = "https://page.example"
 KEYS = {"ann": keyed("secret"), "root": keyed("admin-secret", admin=True)}
@@ -445,6 +450,24 @@ async def test_tokenize_takes_three_forms_and_detokenize_answers(server: Server)
     for bad in ({}, {"prompt": "a", "content": "b"}, {"prompt": 5}):
         assert (await server.post("/tokenize", bad))[0] == 400
     assert (await server.post("/detokenize", {"tokens": [-1]}))[0] == 400
+
+
+# bug: 74
+async def test_there_is_exactly_one_bos_however_a_prompt_is_made() -> None:
+    source = load_dummy("dummy").tokenizer
+    assert isinstance(source, TokenizerJson)
+    tokenizer = Tokenizer.from_source(replace(source, add_bos=True))
+    template = ChatTemplate("{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}", tokenizer)
+    async with serving(model=tiny_model(tokenizer=tokenizer, template=template)) as server:
+        bos = tokenizer.bos_id
+        expected = [bos, 72, 105]
+        assert (await server.post("/tokenize", {"prompt": "Hi"}))[1]["tokens"] == expected
+        assert (await server.post("/tokenize", {"messages": CHAT["messages"]}))[1]["tokens"] == expected
+        assert (await server.post("/tokenize", {"prompt": "Hi", "add_special_tokens": False}))[1]["tokens"] == [72, 105]
+        await server.post("/v1/chat/completions", CHAT)
+        for prompt in ("Hi", "<|endoftext|>Hi"):
+            await server.post("/v1/completions", {"prompt": prompt})
+        assert [list(submission.prompt) for submission in server.engine.submissions] == [expected] * 3
 
 
 async def test_render_shows_what_the_template_makes(server: Server) -> None:
