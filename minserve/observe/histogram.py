@@ -25,12 +25,13 @@ class Histogram:
         self._labels = tuple(labels)
         self._series: dict[Labels, _Series] = {}
 
-    def observe(self, value: float, labels: Labels = ()) -> None:
+    def observe(self, value: float, labels: Labels = (), count: int = 1) -> None:
+        """Count `value`, `count` times."""
         series = self._series.get(labels)
         if series is None:
             series = self._series[labels] = _Series(len(self._bounds) + 1)
-        series.counts[bisect_left(self._bounds, value)] += 1
-        series.sum += value
+        series.counts[bisect_left(self._bounds, value)] += count
+        series.sum += value * count
 
     def count(self, labels: Labels = ()) -> int:
         series = self._series.get(labels)

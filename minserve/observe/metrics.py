@@ -10,6 +10,7 @@ is in `vllm:iteration_tokens_total`.
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -174,8 +175,9 @@ class Metrics:
     def _step(self, record: StepRecord) -> None:
         for pool, seconds in record.ttfts:
             self.ttft.observe(seconds, (pool.value,))
-        for pool, seconds in record.gaps:
-            self.itl.observe(seconds, (pool.value,))
+        # Who got a token in this step and in the one before has the same gap, to the bit: most of them.
+        for (pool, seconds), count in collections.Counter(record.gaps).items():
+            self.itl.observe(seconds, (pool.value,), count)
         self.iteration.observe(record.decode_tokens + record.prefill_tokens)
         self.steps.inc()
         self.ideal.inc(record.ideal)

@@ -8,7 +8,7 @@ wall time; busy fraction (100 % with a single stream, so it says little) and mea
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -85,8 +85,9 @@ class Numbers:
         now = self._clock()
         for pool, seconds in record.ttfts:
             self._ttft[pool].add(seconds, now)
-        for pool, seconds in record.gaps:
-            self._itl[pool].add(seconds, now)
+        # Who got a token in this step and in the one before has the same gap, to the bit: most of them.
+        for (pool, seconds), count in Counter(record.gaps).items():
+            self._itl[pool].add(seconds, now, count)
         s = self._slice(now)
         s.steps += 1
         s.ideal += record.ideal

@@ -24,14 +24,15 @@ class Window:
         self._grain = seconds / _SLICES
         self._slices: deque[tuple[int, dict[int, int]]] = deque()
 
-    def add(self, value: float, now: float) -> None:
+    def add(self, value: float, now: float, count: int = 1) -> None:
+        """`value` came `count` times."""
         index = int(now / self._grain)
         if not self._slices or self._slices[-1][0] != index:
             self._drop(index)
             self._slices.append((index, {}))
         buckets = self._slices[-1][1]
         bucket = math.ceil(math.log(value if value > _LEAST else _LEAST) * _SCALE)
-        buckets[bucket] = buckets.get(bucket, 0) + 1
+        buckets[bucket] = buckets.get(bucket, 0) + count
 
     def quantile(self, q: float, now: float) -> float | None:
         """The q-quantile (0 < q <= 1) of the window, None when it is empty."""
