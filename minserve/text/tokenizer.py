@@ -26,19 +26,12 @@ from minserve.weights.vocabulary import GgufVocabulary, TokenizerJson
 MAX_JSON_BYTES = 256 * 1024 * 1024
 MAX_TOKEN_ID = 4_000_000
 
-# Tokens that end a turn or a text in the model families we know, whatever the files say about eos.
+# Tokens that end a turn or a text in the model families we know, whatever the files say about eos. Not </s>: where it
+# ends a text the files say so, and in gemma's vocabulary it is an HTML tag.
 _END_TOKENS = frozenset({"<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|end|>"})
-_END_TOKENS |= {
-    "<end_of_turn>",
-    "<eos>",
-    "</s>",
-    "<|return|>",
-    "<EOT>",
-    "<｜end▁of▁sentence｜>",
-    "<|END_OF_TURN_TOKEN|>",
-}
+_END_TOKENS |= {"<end_of_turn>", "<eos>", "<|return|>", "<EOT>", "<｜end▁of▁sentence｜>", "<|END_OF_TURN_TOKEN|>"}
 # Turn markers that some files forget to mark as special: user text must not become one of them either.
-_STARTS = frozenset({"<|im_start|>", "<start_of_turn>", "<|start_header_id|>", "<|end_header_id|>", "<bos>", "<s>"})
+_STARTS = frozenset({"<|im_start|>", "<start_of_turn>", "<|start_header_id|>", "<|end_header_id|>", "<bos>"})
 # Tokens that some files mark as special although they delimit text that readers must see.
 _VISIBLE = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>"})
 

@@ -172,6 +172,14 @@ def test_turn_markers_are_special_even_if_the_file_forgot_and_think_tags_are_tex
     assert len(tokenizer.encode("<think>")) == 1
 
 
+def test_html_tags_that_look_like_control_tokens_are_text() -> None:
+    vocabulary = byte_vocabulary()
+    tokens = [*vocabulary.tokens[:-2], "<s>", "</s>"]  # user-defined, as in gemma
+    tokenizer = Tokenizer.from_source(replace(vocabulary, tokens=tokens))
+    assert tokenizer.decode(tokenizer.encode("<s>old</s>")) == "<s>old</s>"
+    assert tokenizer.end_ids == {0, 2}
+
+
 def test_ends_are_what_the_file_says_and_the_known_names() -> None:
     assert byte_tokenizer().end_ids == {0, 2}
     assert Tokenizer.from_source(replace(byte_vocabulary(), end_ids=frozenset({7}))).end_ids == {0, 2, 7}
