@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
@@ -54,12 +55,13 @@ def to_struct(fields: dict[str, Any], struct: type[T]) -> T:
 
 def _integral(fields: dict[str, Any], struct: type[msgspec.Struct]) -> dict[str, Any]:
     """Top-level integer fields that came as 10.0 become 10: JSON has one kind of number."""
-    out = dict(fields)
-    for field in msgspec.structs.fields(struct):
-        value = out.get(field.name)
-        if isinstance(value, float) and value.is_integer() and field.type in (int, int | None):
-            out[field.name] = int(value)
-    return out
+    floats = {name: value for name, value in fields.items() if isinstance(value, float) and value.is_integer()}
+    return fields | {name: int(value) for name, value in floats.items() if name in _integer_fields(struct)}
+
+
+@cache
+def _integer_fields(struct: type[msgspec.Struct]) -> frozenset[str]:
+    return frozenset(field.name for field in msgspec.structs.fields(struct) if field.type in (int, int | None))
 
 
 def _missing(what: str) -> str | None:
