@@ -132,6 +132,7 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
     services: Services = request.app[SERVICES]
     response.headers["X-Request-ID"] = request[VISIT].request_id
     response.headers["X-Content-Type-Options"] = "nosniff"
+    response.headers["Server"] = "minserve"
     for name, value in request.app[ORIGINS].headers(request.headers.get("Origin")).items():
         response.headers[name] = value
     identity = request[VISIT].identity

@@ -7,10 +7,12 @@ must not know engines; `serve.py` decides when to switch.
 from __future__ import annotations
 
 import errno
+import logging
 import socket
 import sys
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from minserve.request import RequestError
 from minserve.server.errors import error_response
@@ -18,6 +20,17 @@ from minserve.server.errors import error_response
 KEEP_ALIVE_S = 75.0  # longer than what proxies in front keep, so that they never write to a closed connection
 _SHUTDOWN_S = 5.0  # for handlers that still write; whatever generates has ended by then
 _BACKLOG = 512
+
+
+class _OurFaultsOnly(logging.Filter):
+    """Drops what aiohttp logs of requests that are no HTTP: tracebacks with a stranger's bytes, perhaps a key."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+
+
+_http_log = logging.getLogger("minserve.http")
+_http_log.addFilter(_OurFaultsOnly())
 
 
 class PortInUse(Exception):
@@ -71,6 +84,7 @@ class Site:
             keepalive_timeout=KEEP_ALIVE_S,
             shutdown_timeout=_SHUTDOWN_S,
             access_log=None,
+            logger=_http_log,
             auto_decompress=False,
         )
         await self._runner.setup()

@@ -259,6 +259,20 @@ async def test_template_variables_pass_and_ours_cannot_be_replaced(server: Serve
         assert status == 400
 
 
+async def test_what_is_no_http_is_refused_and_leaves_no_trace_in_the_log(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    for request in (
+        b"GARBAGE secret-word\r\n\r\n",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\nAuthorization: secret-word" + b"a" * 9000 + b"\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: secret-word\r\n\r\n",
+    ):
+        assert await raw(server, request) == 400
+    assert "secret-word" not in caplog.text
+    assert (await server.post("/v1/completions", COMPLETION))[0] == 200
+
+
 # -- what every response carries
 
 
@@ -269,6 +283,7 @@ async def test_a_sane_request_id_comes_back_and_others_are_replaced(server: Serv
             assert response.headers["X-Request-ID"]
     async with server.session.get(server.url + "/missing", headers={"X-Request-ID": "abc"}) as response:
         assert response.headers["X-Request-ID"] == "abc"
+        assert response.headers["Server"] == "minserve"
 
 
 # bug: 47
