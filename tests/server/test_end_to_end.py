@@ -115,6 +115,7 @@ async def test_a_non_streaming_client_that_leaves_frees_everything_within_a_few_
 
 
 # bug: 18
+# bug: 60
 async def test_random_clients_that_leave_at_random_moments_leave_nothing_behind() -> None:
     random_ = random.Random(5)
     async with real_server(max_queue=200, local=AccountConfig(pools=("bulk",))) as (server, assembly):
@@ -147,7 +148,6 @@ async def test_random_clients_that_leave_at_random_moments_leave_nothing_behind(
         idle_invariants(server, assembly)
         assert {row.finish for row in server.rows} <= {"stop", "length", "abort", "refused"}
         assert "abort" in {row.finish for row in server.rows}
-        # bug: 60
         outcomes = server.services.telemetry.metrics.registry.get_sample_value
         generated = sum(
             outcomes("vllm:generation_tokens_total", {"model_name": "tiny", "pool": pool}) or 0
