@@ -83,15 +83,15 @@ def summarize(
     return out
 
 
-def table(summary: Mapping[str, Any], title: str) -> Table:
+def table(summary: Mapping[str, Any]) -> Table:
     """The same for people."""
-    view = Table(title=title, title_justify="left")
-    view.add_column("")
+    view = Table()
+    view.add_column("milliseconds")
     names: list[str] = next((list(summary[f"{m}_ms"]) for m in METRICS if summary[f"{m}_ms"]), [])
     for name in names:
         view.add_column(name, justify="right")
     for metric in METRICS:
         row = summary[f"{metric}_ms"]
         if row:
-            view.add_row(f"{metric.upper()} (ms)", *(f"{row[name]:.1f}" for name in names))
+            view.add_row(metric.upper(), *(f"{row[name]:.1f}" for name in names))
     return view

@@ -57,7 +57,8 @@ def bench(**options: Any) -> None:
 
     summary = asyncio.run(_run(options, Console(stderr=True)))
     console = Console()
-    console.print(table(summary, f"{options['base_url']}{options['endpoint']}"))
+    if summary["completed"]:
+        console.print(table(summary))
     for key in ("requests", "completed", "duration_s", "request_throughput", "output_throughput", "goodput"):
         if key in summary:
             console.print(f"{key}: {summary[key]}", highlight=False)
