@@ -125,8 +125,10 @@ _encoder = msgspec.json.Encoder()
 
 
 def to_json(value: object) -> bytes:
-    """One line of JSON. U+2028 and U+2029 are escaped: naive clients split lines at them."""
+    """One line of JSON. U+0085, U+2028 and U+2029 are escaped: naive clients split lines at them."""
     data = _encoder.encode(value)
+    if b"\xc2\x85" in data:
+        data = data.replace(b"\xc2\x85", b"\\u0085")
     if b"\xe2\x80" in data:
         data = data.replace(b"\xe2\x80\xa8", b"\\u2028").replace(b"\xe2\x80\xa9", b"\\u2029")
     return data

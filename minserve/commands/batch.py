@@ -1,0 +1,49 @@
+"""batch: a file of requests, answered without a server."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from minserve.commands.options import read_settings, settings_options
+
+
+@click.command()
+@click.argument("source", metavar="IN.JSONL", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("target", metavar="OUT.JSONL", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--model", help="Which model. [default: as configured]")
+@click.option("--concurrency", type=click.IntRange(min=1), help="Lines at once. [default: twice max-num-seqs]")
+@click.option("--api-key", envvar="MINSERVE_API_KEY", help="Whose account pays, where keys are configured.")
+@settings_options
+def batch(
+    source: Path, target: Path, model: str | None, concurrency: int | None, api_key: str | None, **options: Any
+) -> None:
+    """Answer every line of IN.JSONL (OpenAI's batch format) into OUT.JSONL, in the bulk pool.
+
+    Stop it with Ctrl-C or SIGTERM and run it again, here or elsewhere: lines that have a result are not run again.
+    Exit status: 0 all answered, 1 some line has an error, 2 unusable files, 3 stopped before the end.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from minserve.server.batch_file import Batch, run
+
+    settings = read_settings(options, model)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("lines", total=None)
+
+        def progress(done: int, failed: int, total: int) -> None:
+            bar.update(task, completed=done, total=total, description=f"lines, {failed} failed" if failed else "lines")
+
+        def say(line: str) -> None:
+            bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+        status = run(settings.config, Batch(source, target, concurrency, api_key), progress=progress, say=say)
+    sys.exit(status)
+
+
+COMMANDS = (batch,)

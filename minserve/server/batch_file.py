@@ -1,0 +1,198 @@
+"""`minserve batch`: a file of requests through the gateway, in this process, into the bulk pool.
+
+Owns how many lines run at once, what is tried again, and how a run stops: a signal lets running lines finish for a
+while, and what is not in the results file then is run next time, on whatever machine. Lines take the same way as HTTP
+requests (`calls.py`, `gateway.py`): the same checks, caps and ledger rows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Callable, Iterator, Set
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from minserve.backend.base import BackendError
+from minserve.config import Config
+from minserve.economics.keys import Identity
+from minserve.observe.log import setup
+from minserve.request import Pool, RequestError
+from minserve.server.batch_lines import BatchError, Key, Line, Results, answered, faulty, read_lines, read_results, scan
+from minserve.server.calls import Calls
+from minserve.server.errors import error_body, unexpected
+from minserve.server.json_body import parse_object
+from minserve.server.serve import FAULTS, Say, install_signals, opened
+from minserve.server.services import Services
+
+log = logging.getLogger("minserve.batch")
+
+_READERS = 32  # lines that are tokenized at once; the tokenizer's queue is short
+_MAX_PAUSE_S = 60.0
+_DRAIN_SHARE = 0.8  # of timeouts.drain_s; the rest is for settling and writing
+_NOT_NOW = frozenset({"draining", "shutting_down"})
+
+Progress = Callable[[int, int, int], None]  # lines done, failed among them, all lines
+
+
+class Status(IntEnum):
+    """A run's exit status; 2 is what a wrong command line ends with."""
+
+    COMPLETE = 0
+    FAILED = 1  # some line has an error, or the run could not go on
+    UNUSABLE = 2
+    STOPPED = 3  # by a signal; run it again to go on
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """source, target: input and results files. concurrency: lines that run at once. api_key: whose account pays."""
+
+    source: Path
+    target: Path
+    concurrency: int | None = None
+    api_key: str | None = None
+
+
+def run(config: Config, batch: Batch, *, progress: Progress, say: Say) -> int:
+    """Run every line that has no result yet; the process's exit status."""
+    level = config.server.log_level
+    setup(config.server.log_format, "warning" if level == "info" else level)  # a line per call would bury the progress
+    try:
+        return asyncio.run(_run(config, batch, progress, say))
+    except BatchError as error:
+        print(f"minserve: {error}", file=sys.stderr)
+        return Status.UNUSABLE
+    except RequestError as error:
+        print(f"minserve: {error.message}", file=sys.stderr)
+        return Status.UNUSABLE
+    except FAULTS as error:
+        print(f"minserve: {error}", file=sys.stderr)
+        return Status.FAILED
+
+
+async def _run(config: Config, batch: Batch, progress: Progress, say: Say) -> Status:
+    if batch.target.exists() and batch.source.exists() and batch.target.samefile(batch.source):
+        raise BatchError(f"{batch.target} is the input file too; results need a file of their own")
+    asked = scan(batch.source, config.limits.max_body_bytes)
+    held = read_results(batch.target)
+    say(f"{len(asked)} lines, {len(asked & held.done)} of them done before")
+    if asked <= held.done:
+        return Status.FAILED if held.failed else Status.COMPLETE
+    stop = asyncio.Event()
+    install_signals(stop)
+    async with AsyncExitStack() as cleanup:
+        services = await cleanup.enter_async_context(opened(config, say, stop))
+        if services is None:
+            return Status.STOPPED
+        results = Results(batch.target)
+        cleanup.push_async_callback(results.close)
+        runner = Runner(services, batch, results, asked)
+        await runner.run(stop, progress)
+    if (fault := runner.fault or results.failure) is not None:
+        raise fault
+    if asked - results.done:
+        return Status.STOPPED
+    return Status.FAILED if results.failed else Status.COMPLETE
+
+
+class Runner:
+    """fault: why no line can be run any more, if that is so."""
+
+    def __init__(self, services: Services, batch: Batch, results: Results, asked: Set[Key]) -> None:
+        self.fault: BackendError | None = None
+        self._s = services
+        self._calls = Calls(services)
+        self._identity = _bulk(services, batch.api_key)
+        self._results = results
+        self._concurrency = batch.concurrency or 2 * services.config.engine.max_num_seqs
+        self._lines = read_lines(batch.source, services.config.limits.max_body_bytes)
+        self._total = len(asked)
+        self._finished = len(asked & results.done)
+        self._reading = asyncio.Semaphore(_READERS)
+        self._stop = asyncio.Event()
+        self._progress: Progress = lambda *_: None
+
+    async def run(self, stop: asyncio.Event, progress: Progress) -> None:
+        """Until every line has its result, or `stop` is set and what runs has ended."""
+        self._stop, self._progress = stop, progress
+        progress(self._finished, self._results.failed, self._total)
+        lines = self._todo()
+        working = asyncio.gather(*(self._work(lines) for _ in range(self._concurrency)))
+        stopping = asyncio.ensure_future(stop.wait())
+        await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if not working.done():
+            await self._s.engine.drain(self._s.config.timeouts.drain_s * _DRAIN_SHARE)
+        await working
+        await self._s.gateway.settled(self._s.config.timeouts.step_s)
+
+    def _todo(self) -> Iterator[Line]:
+        """Lines without a result, until the run stops or can't write."""
+        for line in self._lines:
+            if self._stop.is_set() or self._results.failure is not None:
+                return
+            if line.key not in self._results.done:
+                yield line
+
+    async def _work(self, lines: Iterator[Line]) -> None:
+        for line in lines:
+            if line.fault is not None:
+                self._done(line, faulty(line), failed=True)
+            elif (result := await self._answer(line)) is not None:
+                self._done(line, result, failed=result["response"]["status_code"] != 200)
+
+    def _done(self, line: Line, result: dict[str, Any], *, failed: bool) -> None:
+        self._results.add(line, result, failed=failed)
+        self._finished += 1
+        self._progress(self._finished, self._results.failed, self._total)
+
+    async def _answer(self, line: Line) -> dict[str, Any] | None:
+        """The line's result; None if it has to wait for the next run."""
+        while True:
+            arrival = self._calls.arrival(line.url, self._identity)
+            try:
+                with self._s.gateway.refusals(arrival):
+                    async with self._reading:
+                        prepared = await self._calls.prepare(arrival, parse_object(line.body), {})
+                    if prepared.stream:
+                        raise RequestError("A line of a batch can't be streamed.", param="stream")
+                body, _ = await self._calls.whole(prepared)
+            except RequestError as error:
+                if error.code in _NOT_NOW:
+                    return None
+                if error.code == "engine_failed":
+                    self.fault = BackendError(error.message)
+                    self._stop.set()
+                    return None
+                if not _worth_waiting(error):
+                    return answered(line, arrival.id, error.status, error_body(error))
+                if await self._stopped_within(min(_MAX_PAUSE_S, error.retry_after or 0.0)):
+                    return None
+            except Exception as error:
+                log.exception("line %d failed", line.number)
+                return answered(line, arrival.id, 500, error_body(unexpected(error)))
+            else:
+                return answered(line, arrival.id, 200, body)
+
+    async def _stopped_within(self, seconds: float) -> bool:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._stop.wait(), seconds)
+        return self._stop.is_set()
+
+
+def _worth_waiting(error: RequestError) -> bool:
+    """A full queue or a minute's cap passes; an exhausted budget does not."""
+    return error.status in (429, 503) and error.retry_after is not None and error.should_retry is not False
+
+
+def _bulk(services: Services, api_key: str | None) -> Identity:
+    """The account that pays, with bulk as its pool. RequestError 401 if keys are configured and this is none."""
+    identity = services.accounting.identify(f"Bearer {api_key}" if api_key else None)
+    return replace(identity, account=msgspec.structs.replace(identity.account, pool=Pool.BULK.value))

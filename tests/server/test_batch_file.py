@@ -1,0 +1,278 @@
+"""A batch: the two files, what becomes of each line, and a run that is stopped and goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minserve.config import AccountConfig, LimitConfig
+from minserve.request import FinishReason, RequestError, Submission
+from minserve.server.batch_file import Batch, Runner
+from minserve.server.batch_lines import BatchError, Line, Results, answered, faulty, read_lines, read_results, scan
+from tests.server.fakes import CHAT, COMPLETION, FakeEngine, FakeStream, keyed, say, serving
+
+WIDE = 1 << 20
+
+
+def line(name: str, body: dict[str, Any] | None = None, **fields: Any) -> str:
+    chat = body is not None and "messages" in body
+    url = "/v1/chat/completions" if chat else "/v1/completions"
+    return json.dumps({"custom_id": name, "method": "POST", "url": url, "body": body or COMPLETION} | fields)
+
+
+def write(path: Path, *lines: str) -> Path:
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def results_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(each) for each in path.read_text(encoding="utf-8").splitlines()]
+
+
+# -- the files
+
+
+def test_a_wrong_line_says_why_and_the_others_are_read(tmp_path: Path) -> None:
+    source = write(
+        tmp_path / "in.jsonl",
+        "\ufeff" + line("a"),
+        "",
+        "not json",
+        line("b", method="GET"),
+        line("c", url="/v1/embeddings"),
+        line(""),
+        json.dumps({"custom_id": "d"}),
+        line("e" * 4000),
+        line("f"),
+    )
+    found = {each.number: each for each in read_lines(source, 2000)}
+    assert sorted(found) == [1, 3, 4, 5, 6, 7, 8, 9]
+    assert [n for n, each in found.items() if each.fault is None] == [1, 9]
+    assert (found[1].key, found[3].key, found[4].key, found[6].key, found[7].key) == ("a", 3, "b", 6, "d")
+    assert "method" in str(found[4].fault)
+    assert "/v1/completions" in str(found[5].fault)
+    assert "2000 bytes" in str(found[8].fault)
+
+
+def test_two_lines_with_one_name_are_refused_before_anything_runs(tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", line("a"), line("b"), line("a"))
+    with pytest.raises(BatchError, match="lines 1 and 3 have the same custom_id 'a'"):
+        scan(source, WIDE)
+
+
+async def test_half_a_result_at_the_end_is_dropped_and_what_follows_is_whole(tmp_path: Path) -> None:
+    target = tmp_path / "out.jsonl"
+    results = Results(target)
+    results.add(Line(1, "a"), answered(Line(1, "a"), "cmpl-1", 200, {}), failed=False)
+    results.add(Line(2, None), faulty(Line(2, None, fault="no JSON")), failed=True)
+    await results.close()
+    whole = target.read_bytes()
+    for torn in (b'{"id":"ba', whole[: len(whole) // 3]):
+        target.write_bytes(whole + torn)
+        results = Results(target)
+        assert (results.done, results.failed) == ({"a", 2}, 1)
+        results.add(Line(3, "c"), answered(Line(3, "c"), "cmpl-3", 429, {}), failed=True)
+        await results.close()
+        assert [r["custom_id"] for r in results_of(target)] == ["a", None, "c"]
+        assert read_results(target).failed == 2
+
+
+@pytest.mark.parametrize("content", ["notes\n", '{"id": "x"}\n', "notes", '{"id":"batch_req_1"}\n{"id":"batch_req_2'])
+def test_a_file_that_holds_something_else_is_refused_and_left_as_it_is(tmp_path: Path, content: str) -> None:
+    target = tmp_path / "out.jsonl"
+    target.write_text(content, encoding="utf-8")
+    with pytest.raises(BatchError, match="line 1 is no result"):
+        Results(target)
+    assert target.read_text(encoding="utf-8") == content
+
+
+async def test_a_disk_that_is_full_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    source = write(tmp_path / "in.jsonl", *(line(f"r{i}") for i in range(40)))
+    async with serving() as server:
+        results = Results(tmp_path / "out.jsonl")
+        monkeypatch.setattr(os, "fsync", full)
+        runner = Runner(server.services, Batch(source, tmp_path / "out.jsonl", 1), results, scan(source, WIDE))
+        await asyncio.wait_for(runner.run(asyncio.Event(), lambda *_: None), 20)
+        await results.close()
+    assert results.failure is not None
+    assert results.failure.errno == 28
+
+
+# -- a run
+
+
+async def submitted(engine: FakeEngine, count: int) -> None:
+    """Wait until so many lines have been submitted, those that have ended counted too."""
+    for _ in range(1000):
+        if len(engine.submissions) == count:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"{len(engine.submissions)} lines were submitted")
+
+
+async def run_batch(
+    server: Any, source: Path, target: Path, stop: asyncio.Event | None = None, **batch: Any
+) -> Results:
+    results = Results(target)
+    try:
+        runner = Runner(server.services, Batch(source, target, **batch), results, scan(source, WIDE))
+        await asyncio.wait_for(runner.run(stop or asyncio.Event(), lambda *_: None), 20)
+    finally:
+        await results.close()
+    return results
+
+
+async def test_every_line_gets_one_result_in_openais_form(tmp_path: Path) -> None:
+    target = tmp_path / "out.jsonl"
+    source = write(
+        tmp_path / "in.jsonl",
+        line("chat", CHAT),
+        line("text"),
+        "broken",
+        line("stream", COMPLETION | {"stream": True}),
+        line("range", COMPLETION | {"temperature": 9}),
+        line("other", COMPLETION | {"model": "gpt-4o"}),
+    )
+    async with serving() as server:
+        results = await run_batch(server, source, target)
+        rows = {row.id: row for row in server.rows}
+    found = {each["custom_id"]: each for each in results_of(target)}
+    assert (len(found), results.failed) == (6, 4)
+    assert found["chat"]["response"]["body"]["choices"][0]["message"]["content"] == "Hello"
+    assert found["text"]["response"]["body"]["object"] == "text_completion"
+    statuses = {"chat": 200, "text": 200, "stream": 400, "range": 400, "other": 404}
+    assert {name: each["response"]["status_code"] for name, each in found.items() if name} == statuses
+    assert found["range"]["response"]["body"]["error"]["param"] == "temperature"
+    assert all(each["error"] is None for name, each in found.items() if name)
+    assert found[None]["error"]["line"] == 3
+    row = rows[found["text"]["response"]["request_id"]]
+    assert (row.pool, row.finish, row.completion_tokens) == ("bulk", "stop", 5)
+    assert {row.status for row in rows.values()} == {200, 400, 404}
+
+
+async def test_no_more_lines_run_at_once_than_allowed(tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", *(line(f"r{i}") for i in range(10)))
+    async with serving(FakeEngine(None)) as server:
+        running = asyncio.create_task(run_batch(server, source, tmp_path / "out.jsonl", concurrency=3))
+        for count in (3, 6, 9, 10):
+            await submitted(server.engine, count)
+            assert len(server.engine.streams) == (3 if count < 10 else 1)
+            for stream in server.engine.streams.values():
+                stream.push(*say("Hi")(stream.submission)[-1])
+        assert len((await running).done) == 10
+
+
+async def test_a_full_queue_is_waited_for_and_an_exhausted_budget_is_not(tmp_path: Path) -> None:
+    class Busy(FakeEngine):
+        def submit(self, submission: Submission) -> FakeStream:
+            self.refusal = (
+                RequestError("full", status=503, code="queue_full", retry_after=0.01) if self.refusal is None else None
+            )
+            return super().submit(submission)
+
+    source = write(tmp_path / "in.jsonl", line("a"), line("b"), line("c", COMPLETION | {"max_tokens": 500}))
+    local = AccountConfig(limits=(LimitConfig(period="day", tokens=100),))
+    async with serving(Busy(), local=local) as server:
+        await run_batch(server, source, tmp_path / "out.jsonl", concurrency=1)
+    found = {each["custom_id"]: each["response"] for each in results_of(tmp_path / "out.jsonl")}
+    assert {name: each["status_code"] for name, each in found.items()} == {"a": 200, "b": 200, "c": 429}
+    assert found["c"]["body"]["error"]["code"] == "budget_exceeded"
+
+
+async def test_a_key_pays_where_keys_are_configured(tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", line("a"))
+    async with serving(keys={"ann": keyed("ms-1")}) as server:
+        with pytest.raises(RequestError, match="API key"):
+            await run_batch(server, source, tmp_path / "out.jsonl")
+        await run_batch(server, source, tmp_path / "out.jsonl", api_key="ms-1")
+        assert [(row.key, row.pool) for row in server.rows] == [("ann", "bulk")]
+
+
+async def test_what_runs_too_long_after_a_stop_is_left_for_the_next_run(tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", *(line(f"r{i}") for i in range(8)))
+    target, stop = tmp_path / "out.jsonl", asyncio.Event()
+    async with serving(FakeEngine(None)) as server:
+        running = asyncio.create_task(run_batch(server, source, target, stop, concurrency=4))
+        await submitted(server.engine, 4)
+        first = next(iter(server.engine.streams.values()))
+        first.push(*say("Hi")(first.submission)[-1])
+        await submitted(server.engine, 5)  # the first is done, a fifth has taken its place
+        stop.set()
+        results = await running
+        assert results.done == {"r0"}
+    async with serving() as server:
+        results = await run_batch(server, source, target)
+    assert sorted(each["custom_id"] for each in results_of(target)) == [f"r{i}" for i in range(8)]
+    assert not results.failed
+
+
+async def test_a_line_that_fails_while_it_runs_has_an_error_and_a_dead_engine_ends_the_run(tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", line("a"), line("b"))
+    target = tmp_path / "out.jsonl"
+    async with serving(FakeEngine(None)) as server:
+        results = Results(target)
+        runner = Runner(server.services, Batch(source, target, 1), results, scan(source, WIDE))
+        running = asyncio.create_task(runner.run(asyncio.Event(), lambda *_: None))
+        (await server.engine.stream()).end(FinishReason.ERROR, RequestError("bad step", status=500, code="step_failed"))
+        await submitted(server.engine, 2)
+        (await server.engine.stream()).end(FinishReason.ERROR, RequestError("dead", status=503, code="engine_failed"))
+        await asyncio.wait_for(running, 5)
+        await results.close()
+    assert [each["response"]["status_code"] for each in results_of(target)] == [500]
+    assert str(runner.fault) == "dead"
+
+
+# -- the process
+
+
+def minserve_batch(folder: Path, *more: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "minserve", "batch", "in.jsonl", "out.jsonl", "--model", "dummy"]
+    command += ["--backend", "numpy", "--num-blocks", "64", "--max-num-seqs", "4", *more]
+    root = Path(__file__).parent.parent.parent
+    environment = os.environ | {"MINSERVE_DATA": str(folder / "data"), "PYTHONPATH": str(root)}
+    return subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
+def test_a_run_that_is_terminated_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    body = COMPLETION | {"model": "dummy", "max_tokens": 50, "ignore_eos": True}
+    source = write(tmp_path / "in.jsonl", *(line(f"r{i}", body) for i in range(120)))
+    target = tmp_path / "out.jsonl"
+    first = minserve_batch(tmp_path)
+    try:
+        until = time.monotonic() + 60
+        while not (target.exists() and target.stat().st_size) and time.monotonic() < until and first.poll() is None:
+            time.sleep(0.02)
+        first.send_signal(signal.SIGTERM)
+        _, errors = first.communicate(timeout=40)
+    finally:
+        first.kill()
+    assert first.returncode == 3, errors
+    before = results_of(target)
+    assert 0 < len(before) < 120
+    with target.open("ab") as file:
+        file.write(b'{"id":"batch_req_12')  # what a kill -9 may leave
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for path in (source, target):
+        path.rename(elsewhere / path.name)
+    second = minserve_batch(elsewhere)
+    _, errors = second.communicate(timeout=100)
+    assert second.returncode == 0, errors
+    after = results_of(elsewhere / "out.jsonl")
+    assert after[: len(before)] == before
+    assert sorted(each["custom_id"] for each in after) == sorted(f"r{i}" for i in range(120))
+    assert {each["response"]["body"]["usage"]["completion_tokens"] for each in after} == {50}
