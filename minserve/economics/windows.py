@@ -117,9 +117,14 @@ class Counter:
         return bucket
 
     def restore(self, bucket: int, amount: Amount) -> None:
-        self.buckets[bucket] = self.buckets.get(bucket, ZERO).plus(amount)
+        """Count `amount` in a bucket, the last one or a later one."""
+        known = self.buckets.get(bucket)
+        if known is None:
+            self._until = min(self._until, self.period.leaves(bucket) or float("inf"))
+            self.buckets[bucket] = amount
+        else:
+            self.buckets[bucket] = known.plus(amount)
         self.total = self.total.plus(amount)
-        self._until = min(self._until, self.period.leaves(bucket) or float("inf"))
 
     def correct(self, bucket: int, difference: Amount) -> None:
         """Change what was counted in a bucket; one that has left needs no change."""
