@@ -1,0 +1,1 @@
+"""CUDA without a GPU: an emulator for the .cu files and a strict stand-in for CuPy, and the tests that run on them."""

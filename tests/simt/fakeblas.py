@@ -1,0 +1,95 @@
+"""cuBLAS's C interface on NumPy, for fakecupy's memory and streams: what minserve's own Blas calls through ctypes.
+
+Follows the documentation, not our use of it: matrices are column-major, a leading dimension is the distance between
+columns, setting the stream drops the workspace. So a swapped argument gives wrong numbers here as it would on a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from minserve.backend.tensor import bfloat16_to_float32, float32_to_bfloat16
+from tests.simt.fakecupy import Stream, submit_kernel
+
+SUCCESS, INVALID_VALUE = 0, 7
+_DTYPES: dict[int, type[np.generic]] = {0: np.float32, 2: np.float16, 14: np.uint16}  # cudaDataType_t
+
+
+class FakeBlas:
+    """One library with one handle."""
+
+    def __init__(self) -> None:
+        self._stream = Stream.null
+        self._workspace = 0
+        self.products = 0
+
+    def cublasCreate_v2(self, handle: Any) -> int:
+        handle._obj.value = 1
+        return SUCCESS
+
+    def cublasDestroy_v2(self, handle: ctypes.c_void_p) -> int:
+        return SUCCESS
+
+    def cublasSetStream_v2(self, handle: ctypes.c_void_p, stream: ctypes.c_void_p) -> int:
+        self._stream, self._workspace = Stream._all[stream.value or 0], 0
+        return SUCCESS
+
+    def cublasSetWorkspace_v2(self, handle: ctypes.c_void_p, address: ctypes.c_void_p, size: ctypes.c_size_t) -> int:
+        self._workspace = size.value
+        return SUCCESS
+
+    def cublasGemmEx(
+        self,
+        handle: ctypes.c_void_p,
+        transpose_a: int,
+        transpose_b: int,
+        m: int,
+        n: int,
+        k: int,
+        alpha: Any,
+        a: ctypes.c_void_p,
+        a_type: int,
+        lda: int,
+        b: ctypes.c_void_p,
+        b_type: int,
+        ldb: int,
+        beta: Any,
+        c: ctypes.c_void_p,
+        c_type: int,
+        ldc: int,
+        compute: int,
+        algorithm: int,
+    ) -> int:
+        """C[m, n] = alpha op(A)[m, k] op(B)[k, n] + beta C."""
+        if not self._workspace or compute != 68 or a_type != b_type or c_type not in (a_type, 0) or ldc < m:
+            return INVALID_VALUE
+        if alpha._obj.value != 1 or beta._obj.value != 0:
+            return INVALID_VALUE
+        self.products += 1
+
+        def work() -> None:
+            left = _columns(a, a_type, lda, *((k, m) if transpose_a else (m, k)))
+            right = _columns(b, b_type, ldb, *((n, k) if transpose_b else (k, n)))
+            product = (left.T if transpose_a else left) @ (right.T if transpose_b else right)
+            target = _view(c, c_type, ldc, m, n)
+            target[:] = float32_to_bfloat16(product) if c_type == 14 else product.astype(target.dtype)
+
+        submit_kernel(work, self._stream, ())
+        return SUCCESS
+
+
+def _view(address: ctypes.c_void_p, kind: int, leading: int, rows: int, columns: int) -> npt.NDArray[Any]:
+    """The column-major matrix [rows, columns] at an address."""
+    dtype: np.dtype[Any] = np.dtype(_DTYPES[kind])
+    size = (leading * (columns - 1) + rows) * dtype.itemsize
+    memory = np.frombuffer(memoryview((ctypes.c_char * size).from_address(address.value or 0)), dtype)
+    return np.lib.stride_tricks.as_strided(memory, (rows, columns), (dtype.itemsize, leading * dtype.itemsize))
+
+
+def _columns(address: ctypes.c_void_p, kind: int, leading: int, rows: int, columns: int) -> npt.NDArray[np.float32]:
+    view = _view(address, kind, leading, rows, columns)
+    return bfloat16_to_float32(np.ascontiguousarray(view)) if kind == 14 else view.astype(np.float32)

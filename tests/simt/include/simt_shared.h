@@ -1,0 +1,106 @@
+// simt_shared.h — shared memory between guard pages, and a detector of races on it.
+#pragma once
+
+#define SIMT_DYNAMIC_SHARED(type, name) \
+  auto* name = reinterpret_cast<std::remove_reference_t<type>*>(simt::block.dynamic_shared)
+
+namespace simt {
+
+template <class T>
+struct SharedVariable {             // one `static` of these per __shared__ declaration
+  T* address = nullptr;
+  unsigned epoch = 0;
+  T& get() {
+    if (epoch != block.epoch) {     // first use in this block: allocate
+      size_t at = (block.static_used + 15) & ~size_t(15);
+      if (at + sizeof(T) > (48 << 10)) die("static shared memory exceeds 48 KiB");
+      block.static_used = at + sizeof(T);
+      address = reinterpret_cast<T*>(block.static_shared + at);
+      epoch = block.epoch;
+    }
+    return *address;
+  }
+};
+#define SIMT_SHARED(type, name) \
+  static simt::SharedVariable<type> name##_; auto& name = name##_.get()
+
+inline char* guarded(size_t bytes) {    // pages that end at an inaccessible one
+  bytes = (bytes + kPage - 1) / kPage * kPage;
+  char* p = static_cast<char*>(mmap(nullptr, bytes + kPage, PROT_READ | PROT_WRITE,
+                                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+  mprotect(p + bytes, kPage, PROT_NONE);
+  return p + bytes;
+}
+
+// ---- races on shared memory ------------------------------------------------
+// The kernel is compiled with -fsanitize=thread but linked without its runtime:
+// g++ calls the __tsan_ functions below at every load and store.  Two accesses to
+// a byte by different threads, one of them a write, must have a __syncthreads()
+// between them, or a __syncwarp() if the threads share a warp.  (Shuffles do not
+// order memory.)  This does not depend on the schedule.
+enum Use { kRead, kWrite, kAtomic };
+
+struct Access { unsigned barriers, syncs; uint16_t thread; void* pc; };
+struct Shadow { Access write, atomic, read, read_by_another_warp; };
+inline Shadow* shadow;              // for each byte: dynamic shared memory, then static
+
+SIMT_UNCHECKED inline bool unordered(const Access& before) {
+  Fiber& other = block.fibers[before.thread];
+  return before.barriers == block.barriers && &other != self &&
+         !(other.warp == self->warp && before.syncs != self->warp->syncs);
+}
+
+SIMT_UNCHECKED inline void access(const void* address, size_t size, Use use, void* pc) {
+  const char* p = static_cast<const char*>(address);
+  Shadow* cell;
+  if (!self) return;
+  if (size_t(p - (dynamic_end - kMaxShared)) < kMaxShared) {
+    if (p < block.dynamic_shared) die("access before the start of dynamic shared memory, pc %p", pc);
+    cell = shadow + (p - (dynamic_end - kMaxShared));
+  } else if (size_t(p - block.static_shared) < (48 << 10)) {
+    if (p + size > block.static_shared + block.static_used) die("access past static shared memory, pc %p", pc);
+    cell = shadow + kMaxShared + (p - block.static_shared);
+  } else {
+    return;
+  }
+  Access now{block.barriers, self->warp->syncs, uint16_t(self - block.fibers), pc};
+  for (; size--; ++cell) {
+    const char* what = nullptr;
+    const Access* before = nullptr;
+    if (unordered(cell->write)) before = &cell->write, what = "write";
+    if (use != kAtomic && unordered(cell->atomic)) before = &cell->atomic, what = "atomic";
+    if (use != kRead && unordered(cell->read)) before = &cell->read, what = "read";
+    if (use != kRead && unordered(cell->read_by_another_warp)) before = &cell->read_by_another_warp, what = "read";
+    if (before)
+      die("race on shared memory: %s, pc %p; earlier %s by thread %u, pc %p",
+          use == kRead ? "read" : use == kWrite ? "write" : "atomic", pc, what, before->thread, before->pc);
+    if (use == kWrite) cell->write = now;
+    else if (use == kAtomic) cell->atomic = now;
+    else {
+      if (block.fibers[cell->read.thread].warp != self->warp) cell->read_by_another_warp = cell->read;
+      cell->read = now;
+    }
+  }
+}
+
+SIMT_UNCHECKED __noinline__ inline void access(const void* address, size_t size, Use use) {
+  access(address, size, use, __builtin_return_address(0));
+}
+
+}  // namespace simt
+
+#define SIMT_HOOK(name, use, bytes)                                                                    \
+  extern "C" SIMT_UNCHECKED __attribute__((visibility("hidden"))) void __tsan_##name(void* p) {                       \
+    simt::access(p, bytes, simt::use, __builtin_return_address(0));                                    \
+  }
+#define SIMT_HOOKS(n)                                                                                  \
+  SIMT_HOOK(read##n, kRead, n) SIMT_HOOK(write##n, kWrite, n)                                          \
+  SIMT_HOOK(unaligned_read##n, kRead, n) SIMT_HOOK(unaligned_write##n, kWrite, n)
+SIMT_HOOKS(1) SIMT_HOOKS(2) SIMT_HOOKS(4) SIMT_HOOKS(8) SIMT_HOOKS(16)
+#define SIMT_RANGE_HOOK(name, use)                                                                     \
+  extern "C" SIMT_UNCHECKED __attribute__((visibility("hidden"))) void __tsan_##name(void* p, size_t bytes) {         \
+    simt::access(p, bytes, simt::use, __builtin_return_address(0));                                    \
+  }
+SIMT_RANGE_HOOK(read_range, kRead) SIMT_RANGE_HOOK(write_range, kWrite)
+extern "C" __attribute__((visibility("hidden"))) void __tsan_init() {}
+

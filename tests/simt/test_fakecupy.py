@@ -1,0 +1,138 @@
+"""The stand-in for CuPy: its timing is the worst legal one, and what CuPy would only do by accident is an error."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.simt import fakecupy as cp
+from tests.simt.emulator import KernelError
+
+pytestmark = pytest.mark.simt
+ADD_ONE = "__global__ void add_one(int* x) { x[threadIdx.x] += 1; }"
+
+
+def add_one(array: Any) -> None:
+    cp.RawModule(code=ADD_ONE).get_function("add_one")((1,), (len(array),), (array,))
+
+
+class TestTiming:
+    def test_a_host_buffer_reused_too_early_is_seen(self) -> None:
+        stream, host, device = cp.Stream(non_blocking=True), np.array([1], np.int32), cp.empty(1, np.int32)
+        device.set(host, stream=stream)
+        host[0] = 2
+        assert device.get(stream)[0] == 2
+
+    def test_a_result_that_nobody_waited_for_is_not_there(self) -> None:
+        device, out = cp.asarray(np.array([1], np.int32)), np.zeros(1, np.int32)
+        device.get(out=out, blocking=False)
+        assert out[0] == 0
+        cp.cuda.get_current_stream().synchronize()
+        assert out[0] == 1
+
+    def test_a_missing_event_is_seen(self) -> None:
+        array, other = cp.empty(1, np.int32), cp.Stream(non_blocking=True)
+        with cp.Stream(non_blocking=True) as stream:
+            array.fill(5)
+            event = stream.record()
+        assert not event.done
+        with other:
+            assert array.get()[0] != 5
+            other.wait_event(event)
+            assert array.get()[0] == 5
+        assert event.done
+
+    def test_waiting_for_the_device_runs_every_stream(self) -> None:
+        array, stream = cp.empty(1, np.int32), cp.Stream(non_blocking=True)
+        with stream:
+            array.fill(5)
+        cp.Device().synchronize()
+        assert array._host[0] == 5
+
+    def test_fresh_memory_is_not_zero(self) -> None:
+        assert (cp.empty(4, np.int32).get() == -1).all()
+
+
+class TestGraphs:
+    def test_replay_reads_new_values_at_the_same_addresses(self) -> None:
+        array = cp.zeros(2, np.int32)
+        with cp.Stream(non_blocking=True) as stream:
+            cp.Stream.null.synchronize()
+            stream.begin_capture()
+            add_one(array)
+            graph = stream.end_capture()
+            assert array.get().tolist() == [0, 0]  # recorded, not run
+            array.set(np.array([5, 6], np.int32))
+            graph.launch(stream)
+            graph.launch(stream)
+            assert array.get().tolist() == [7, 8]
+
+    def test_an_array_freed_since_the_capture_is_an_error(self) -> None:
+        with cp.Stream(non_blocking=True) as stream:
+            array = cp.zeros(2, np.int32)
+            stream.synchronize()
+            stream.begin_capture()
+            add_one(array)
+            graph = stream.end_capture()
+            del array
+            gc.collect()
+            graph.launch(stream)
+            with pytest.raises(KernelError, match="freed since the capture"):
+                stream.synchronize()
+
+    @pytest.mark.parametrize("what", ["get", "set", "fill", "synchronize", "event"])
+    def test_only_kernels_may_be_captured(self, what: str) -> None:
+        array, event = cp.zeros(2, np.int32), cp.Event()
+        with cp.Stream(non_blocking=True) as stream:
+            stream.begin_capture()
+            actions: dict[str, Callable[[], object]] = {
+                "get": array.get,
+                "set": lambda: array.set(np.zeros(2, np.int32)),
+                "fill": lambda: array.fill(1),
+                "synchronize": stream.synchronize,
+                "event": event.synchronize,
+            }
+            with pytest.raises(RuntimeError, match="capturing"):
+                actions[what]()
+            stream.end_capture()
+
+    def test_the_default_stream_cannot_capture(self) -> None:
+        with pytest.raises(RuntimeError, match="default"):
+            cp.Stream.null.begin_capture()
+
+
+class TestStrictness:
+    def test_nothing_converts_implicitly(self) -> None:
+        with pytest.raises(TypeError, match="implicit"):
+            np.asarray(cp.empty(3))
+        with pytest.raises(TypeError, match="no device array"):
+            cp.RawModule(code=ADD_ONE).get_function("add_one")((1,), (1,), (np.zeros(1, np.int32),))
+
+    def test_only_basic_indexing_and_no_hidden_copies(self) -> None:
+        array = cp.empty((4, 4))
+        with pytest.raises(TypeError, match="basic indexing"):
+            array[[0, 1]]
+        with pytest.raises(ValueError, match="copy"):
+            array[:, :2].reshape(8)
+        assert array[1:3, 2].shape == (2,)
+
+    def test_set_and_get_want_the_same_shape_and_type(self) -> None:
+        with pytest.raises(TypeError, match="float32"):
+            cp.empty(3).set(np.zeros(3, np.int32))
+        with pytest.raises(TypeError, match="float32"):
+            cp.empty(3).get(out=np.zeros(4, np.float32))
+
+    def test_memory_is_finite_and_comes_back(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        gc.collect()
+        before, total = cp.Device().mem_info
+        array = cp.empty(1 << 20, np.uint8)
+        assert cp.Device().mem_info == (before - (1 << 20), total)
+        with pytest.raises(cp.cuda.memory.OutOfMemoryError):
+            cp.empty(total, np.uint8)
+        del array
+        gc.collect()
+        assert cp.Device().mem_info == (before, total)
