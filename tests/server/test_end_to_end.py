@@ -17,7 +17,7 @@ import pytest
 from minserve.assemble import Assembly
 from minserve.config import AccountConfig, PoolConfig, PoolsConfig, TimeoutsConfig
 from minserve.server.serve import drain
-from tests.server.fakes import CHAT, COMPLETION, Server
+from tests.server.fakes import CHAT, COMPLETION, Server, keyed
 from tests.server.real import SMALL, real_server
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
@@ -81,6 +81,18 @@ async def test_cached_prompt_tokens_are_reported() -> None:
         assert warm["usage"]["prompt_tokens_details"] == {"cached_tokens": 48}
         _, salted = await server.post("/v1/completions", {**body, "cache_salt": "mine"})
         assert salted["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+
+
+# bug: 29
+async def test_one_tenants_prompts_are_never_warm_for_another() -> None:
+    keys = {name: keyed(name) for name in ("ann", "bob")}
+    async with real_server(keys=keys) as (server, _):
+        body = {**COMPLETION, "prompt": "x" * 50, "max_tokens": 1}
+        cached = []
+        for name in ("ann", "bob", "ann", "bob"):
+            _, reply = await server.post("/v1/completions", body, headers={"Authorization": f"Bearer {name}"})
+            cached.append(reply["usage"]["prompt_tokens_details"]["cached_tokens"])
+        assert cached == [0, 0, 48, 48]
 
 
 # bug: 7
