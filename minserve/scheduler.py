@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
+from typing import Any
 
 from minserve.batch import ChunkResult, StepResult
 from minserve.cache import Cache
@@ -193,7 +194,8 @@ class Scheduler:
         self._cache.advance(request)
         if request.computed >= request.limit:  # no output is wanted, at most the prompt's log probabilities
             scores = self._scores(request)
-            events.append(replace(self._end(request, FinishReason.LENGTH), prompt_logprobs=scores))
+            self._end(request, FinishReason.LENGTH)
+            events.append(_end_event(request, prompt_logprobs=scores))
 
     def _accept(
         self,
@@ -206,7 +208,8 @@ class Scheduler:
         finish = None
         for token, logprob in zip(tokens, chain(logprobs, repeat(None)), strict=False):
             if token < 0:
-                events.append(self._end(request, FinishReason.ERROR, no_valid_token()))
+                self._end(request, FinishReason.ERROR)
+                events.append(_end_event(request, error=no_valid_token()))
                 return
             request.tokens.append(token)
             finish = _finish_reason(request, token)
@@ -237,9 +240,12 @@ class Scheduler:
     def finish(self, request_id: str, reason: FinishReason, error: RequestError | None = None) -> TokenEvent | None:
         """End a request in whatever state it is: stop strings, aborts, timeouts. None if it has ended already."""
         request = self.requests.get(request_id)
-        return None if request is None else self._end(request, reason, error)
+        if request is None:
+            return None
+        self._end(request, reason)
+        return _end_event(request, error=error)
 
-    def _end(self, request: Request, reason: FinishReason, error: RequestError | None = None) -> TokenEvent:
+    def _end(self, request: Request, reason: FinishReason) -> None:
         """The one way out: seat, blocks and place in line are given back."""
         request.finish = reason
         del self.requests[request.id]
@@ -248,10 +254,8 @@ class Scheduler:
             self._cache.release(request)
         else:
             self._waiting.take(request)
-        event = TokenEvent(request.id, request.output_len, -1, finish=reason, error=error, usage=_usage(request))
         self._waiting.leave(request)
         self._cache.close(request)
-        return event
 
     # -- for observers and tests
 
@@ -291,6 +295,11 @@ def _finish_reason(request: Request, token: int) -> FinishReason | None:
 
 def _usage(request: Request) -> Usage:
     return Usage(request.prompt_len, request.cached, request.output_len)
+
+
+def _end_event(request: Request, **details: Any) -> TokenEvent:
+    """An end without a token."""
+    return TokenEvent(request.id, request.output_len, -1, finish=request.finish, usage=_usage(request), **details)
 
 
 def no_valid_token() -> RequestError:

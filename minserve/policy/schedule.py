@@ -50,8 +50,9 @@ class _Planner:
     ) -> None:
         self.step = step
         self.limits = limits
-        self.exhausted = [v.id for v in waiting if v.known > limits.capacity]
-        waiting = [v for v in waiting if v.known <= limits.capacity]
+        waiting = sorted(waiting, key=order)
+        self.exhausted = [view.id for view in waiting if view.known > limits.capacity]
+        waiting = [view for view in waiting if view.known <= limits.capacity]
         self.alone = len(running) == 1
         self.room = Room(running, waiting, free_blocks, limits)
         self.decoding: dict[Pool, list[View]] = {pool: [] for pool in Pool}
@@ -59,7 +60,7 @@ class _Planner:
         for view in sorted(running, key=order):
             (self.decoding if view.known - view.computed == 1 else self.prompt)[view.pool].append(view)
         self.waiting: dict[Pool, list[View]] = {pool: [] for pool in Pool}
-        for view in sorted(waiting, key=order):
+        for view in waiting:
             self.waiting[view.pool].append(view)
         decodes = sum(len(views) for views in self.decoding.values())
         self.decode_tokens = min(decodes, limits.max_step_tokens)
@@ -166,8 +167,11 @@ class _Planner:
             self.admitted.append(view.id)
             self.refused.pop(view.id, None)
             return True
-        self.refused[view.id] = reason
-        if reason in STUCK and view.skips >= MAX_SKIPS:
+        if self.refused.get(view.id) not in STUCK:  # who was passed in the first round stays so
+            self.refused[view.id] = reason
+        if reason == "seats":  # what the first can't have, nobody behind it gets
+            self.closed[view.pool] = reason
+        elif reason in STUCK and view.skips >= MAX_SKIPS:
             self.closed.update({pool: reason for pool in Pool if RANK[pool] >= RANK[view.pool]})
         return False
 
