@@ -1,0 +1,75 @@
+"""Who is let into the queue."""
+
+import pytest
+
+from minserve.policy.admission import MAX_RETRY, MIN_RETRY, Accept, Load, Reject, admit, clamp_output
+from minserve.policy.limits import Limits
+from minserve.request import SamplingParams, Submission
+from tests.policy.plans import make_limits
+
+IDLE = Load(queued=0, max_queue=4, backlog_tokens=0, tokens_per_second=0.0)
+
+
+def submission(prompt_tokens: int, max_tokens: int = 16) -> Submission:
+    return Submission("r", tuple(range(prompt_tokens)), SamplingParams(max_tokens=max_tokens))
+
+
+def blocks(count: int) -> Limits:
+    return make_limits(block_size=16, num_blocks=count)
+
+
+@pytest.mark.parametrize(
+    ("prompt_blocks", "max_tokens", "fits"),
+    [(51, 1, False), (50, 1, False), (49, 1, True), (40, 20 * 16, True), (40, 10**9, True)],
+)
+def test_what_the_block_pool_can_never_hold_is_refused(prompt_blocks: int, max_tokens: int, fits: bool) -> None:
+    # bug: 22
+    verdict = admit(submission(prompt_blocks * 16, max_tokens), blocks(50), IDLE)
+    assert isinstance(verdict, Accept) is fits
+    if isinstance(verdict, Reject):
+        assert (verdict.status, verdict.code) == (400, "context_length_exceeded")
+        assert "holds 800 tokens (50 blocks of 16)" in verdict.message
+        assert f"your prompt has {prompt_blocks * 16} tokens" in verdict.message
+
+
+@pytest.mark.parametrize(("tokens", "fits"), [(99, True), (100, False), (5000, False)])
+def test_a_prompt_needs_room_for_one_more_token_in_the_context(tokens: int, fits: bool) -> None:
+    verdict = admit(submission(tokens), blocks(1000), IDLE, max_model_len=100)
+    assert isinstance(verdict, Accept) is fits
+    if isinstance(verdict, Reject):
+        assert verdict.message.startswith("This model's maximum context length is 100 tokens. However, ")
+        assert verdict.error().param == "prompt"
+
+
+def test_the_message_names_both_limits_when_the_pool_is_the_smaller_one() -> None:
+    verdict = admit(submission(900), blocks(50), IDLE, max_model_len=2048)
+    assert isinstance(verdict, Reject)
+    assert verdict.message.startswith("This model's maximum context length is 2048 tokens. However, ")
+    assert "800 tokens" in verdict.message
+
+
+@pytest.mark.parametrize(
+    ("backlog", "rate", "retry"),
+    [(3000, 100.0, 30.0), (1, 100.0, MIN_RETRY), (10**9, 100.0, MAX_RETRY), (3000, 0.0, MIN_RETRY)],
+)
+def test_a_full_queue_says_when_to_come_back(backlog: int, rate: float, retry: float) -> None:  # bug: 59
+    load = Load(queued=4, max_queue=4, backlog_tokens=backlog, tokens_per_second=rate)
+    verdict = admit(submission(10), blocks(50), load)
+    assert isinstance(verdict, Reject)
+    error = verdict.error()
+    assert (error.status, error.code, error.kind, error.retry_after) == (503, "queue_full", "server_error", retry)
+
+
+def test_a_queue_with_room_accepts() -> None:
+    assert admit(submission(10), blocks(50), Load(3, 4, 10**9, 1.0)) == Accept()
+
+
+def test_what_can_never_run_is_told_so_even_when_the_queue_is_full() -> None:
+    verdict = admit(submission(10**4), blocks(50), Load(4, 4, 0, 1.0))
+    assert isinstance(verdict, Reject)
+    assert verdict.status == 400
+
+
+@pytest.mark.parametrize(("wanted", "left"), [(10, 10), (92, 92), (93, 92), (2**63, 92), (0, 0)])
+def test_output_is_cut_to_what_the_context_leaves(wanted: int, left: int) -> None:
+    assert clamp_output(8, wanted, 100) == left
