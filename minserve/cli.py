@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 import minserve
-from minserve.commands import batch, bench, models, run
+from minserve.commands import batch, bench, doctor, keys, ledger, models, run, warmup
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -14,6 +14,6 @@ def main() -> None:
     """Serve a language model from this machine: OpenAI-compatible, streaming, with ceilings that hold."""
 
 
-for _module in (run, batch, models, bench):
+for _module in (run, batch, models, warmup, keys, ledger, doctor, bench):
     for _command in _module.COMMANDS:
         main.add_command(_command)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
+import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -24,13 +27,18 @@ _FLAGS = {
 
 
 def settings_options(function: F) -> F:
-    """--config FILE, --set section.field=value, and a flag for each field of the usual sections."""
+    """What `config_options` adds, and a flag for each field of the usual sections."""
     for flag, name in reversed(_FLAGS.items()):
         field = FIELDS[name]
         default = ",".join(field.default) if isinstance(field.default, tuple) else field.default
         function = click.option(
             "--" + flag.replace("_", "-"), flag, metavar="VALUE", help=f"{name} [default: {default}]"
         )(function)
+    return config_options(function)
+
+
+def config_options(function: F) -> F:
+    """--config FILE and --set section.field=value."""
     function = click.option("--set", "assignments", multiple=True, metavar="NAME=VALUE", help="Any other setting.")(
         function
     )
@@ -62,3 +70,35 @@ def fail(message: str) -> NoReturn:
     """Say what is wrong and leave with status 2."""
     click.echo(f"minserve: {message}", err=True)
     sys.exit(2)
+
+
+def duration(text: str) -> float:
+    """The type of an option: 30s, 10m, 1h30m, 7d, or a number of seconds."""
+    if (seconds := duration_of(text)) is None:
+        raise click.BadParameter(f"{text!r} is no duration; write it as 30s, 10m, 1h30m or 7d")
+    return seconds
+
+
+def moment(text: str) -> float:
+    """The type of an option: a duration ago, or a date and time (ISO 8601; UTC unless it says). Unix seconds."""
+    if (ago := duration_of(text)) is not None:
+        return time.time() - ago
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError:
+        raise click.BadParameter(
+            f"{text!r} is no time; write it as 24h (ago), 2026-01-31 or 2026-01-31T12:00"
+        ) from None
+    return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
+
+
+def duration_of(text: str) -> float | None:
+    """Seconds, or None if the text is no duration."""
+    if re.fullmatch(r"\d+(\.\d+)?", text):
+        return float(text)
+    if not re.fullmatch(r"(\d+(\.\d+)?[smhdw])+", text):
+        return None
+    return sum(float(n) * _SECONDS[unit] for n, _, unit in re.findall(r"(\d+(\.\d+)?)([smhdw])", text))
+
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}

@@ -24,7 +24,7 @@ from minserve.economics.clock import SteadyClock
 from minserve.economics.device import DeviceHours
 from minserve.economics.history import reset_statement
 from minserve.economics.keys import Identity, Keyring
-from minserve.economics.ledger import Ledger
+from minserve.economics.ledger import Ledger, ledger_path
 from minserve.economics.limits import Limiter, Scope, Ticket, rate_headers
 from minserve.economics.loops import Repeats, Runs
 from minserve.economics.payers import SERVER, Payers
@@ -102,7 +102,7 @@ class Accounting:
             undo.callback(lock.release)
             ledger, kept = None, config.ledger
             if kept.enabled:
-                path = Path(kept.path) if kept.path else data_folder / "ledger.db"
+                path = ledger_path(kept, data_folder)
                 ledger = Ledger(path, durability=kept.durability, retention_days=kept.retention_days)
                 undo.callback(ledger.database.close)
             secret = server_secret(data_folder / "page-token.secret")

@@ -105,7 +105,11 @@ class Keyring:
                 found = index
         if found < 0:
             raise _unauthorized("The API key is not valid.", "invalid_api_key")
-        name, _, key = self._keys[found]
+        return self.of(self._keys[found][0])
+
+    def of(self, name: str) -> Identity:
+        """The account of a key by its name. KeyError if there is none."""
+        key = self._by_name[name]
         return Identity(name, key, key.admin, key.feature)
 
     def issue(

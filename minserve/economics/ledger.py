@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from minserve.config import LedgerConfig
 from minserve.economics.rows import COLUMNS, INTERRUPTED, OPEN, REFUSED, Row
 from minserve.economics.schema import LedgerError, open_database
 
@@ -37,6 +38,10 @@ MAX_KEPT = 100_000  # rows kept for a repetition while the disk is full
 _WRITE = f"INSERT OR REPLACE INTO calls VALUES ({', '.join('?' * len(COLUMNS))})"
 _CLEAN_EVERY_S = 3600.0
 _CLEAN_ROWS = 2000  # a transaction; the writer must not be away for long
+
+
+def ledger_path(config: LedgerConfig, data_folder: Path) -> Path:
+    return Path(config.path) if config.path else data_folder / "ledger.db"
 
 
 class Ledger:
@@ -117,7 +122,7 @@ class Ledger:
         """Return at a moment in which the file holds everything. LedgerError if there is none."""
         for _ in range(tries):
             await self.flush()
-            if not (self._rows or self._under_way):
+            if not (self._rows or self._statements or self._under_way):
                 return
         raise LedgerError("the ledger can't be written now" if not self.available else "the ledger is never at rest")
 

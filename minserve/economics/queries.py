@@ -42,10 +42,11 @@ class Filter:
     run: str | None = None
     pool: str | None = None
     finish: str | None = None
+    status: int | None = None
 
     def where(self) -> tuple[str, list[object]]:
         parts, values = ["1"], list[object]()
-        for column in ("key", "user", "end_user", "feature", "run", "pool", "finish"):
+        for column in ("key", "user", "end_user", "feature", "run", "pool", "finish", "status"):
             value = getattr(self, column)
             if value is not None:
                 parts.append(f"{column} = ?")

@@ -5,11 +5,12 @@ Owns what the report says. It must not know the command line.
 
 from __future__ import annotations
 
+import math
 import sqlite3
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from minserve.config import LimitConfig, PricesConfig
+from minserve.config import AccountConfig, Config, LimitConfig, PricesConfig, UserConfig
 from minserve.economics.costs import DAYS, Ceiling, Device, Margin, Spread, ceilings
 from minserve.economics.plot import tail_plot
 from minserve.economics.prices import NANO, Prices
@@ -144,6 +145,27 @@ def of_ledger(
         _device(database, chosen),
         prices.device_hour,
     )
+
+
+def loosest(config: Config, key: str | None, *, max_prompt: int, max_output: int) -> tuple[LimitConfig, ...]:
+    """The caps of the account under which one user can cost most: its own, its user's and those of each end user.
+
+    key: only this one. ValueError if there is no such key.
+    """
+    if key is not None and key not in config.keys:
+        raise ValueError(f"there is no key {key!r} in the configuration")
+    accounts: Sequence[AccountConfig] = [config.keys[key]] if key is not None else [*config.keys.values()]
+    prices = Prices.of(config.prices)
+
+    def caps(account: AccountConfig) -> tuple[LimitConfig, ...]:
+        user = config.users.get(account.user, UserConfig())
+        return (*account.limits, *account.end_user_limits, *user.limits)
+
+    def bound(account: AccountConfig) -> float:
+        found = ceilings(caps(account), prices, max_prompt=max_prompt, max_output=max_output)
+        return found[0].cost if found else math.inf
+
+    return caps(max(accounts or [config.local], key=bound))
 
 
 def _lengths(database: sqlite3.Connection, where: str, values: Sequence[object]) -> Lengths:

@@ -1,0 +1,74 @@
+"""doctor: the three numbers of a running server, and what they point at."""
+
+from __future__ import annotations
+
+import json
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+from minserve.commands.options import config_options, fail, read_settings
+
+
+@click.command()
+@click.option("--url", help="The server. [default: as configured]")
+@click.option("--api-key", envvar="MINSERVE_API_KEY", help="An administrator's key, where keys are configured.")
+@click.option("--json", "raw", is_flag=True, help="The whole status instead.")
+@config_options
+def doctor(url: str | None, api_key: str | None, raw: bool, **options: Any) -> None:
+    """Ask a running server how it is: TTFT, inter-token time, utilization. Exit status 1 if there is a problem."""
+    if url is None:
+        server = read_settings(options).config.server
+        host = "127.0.0.1" if server.host in ("0.0.0.0", "::") else server.host
+        url = f"http://{f'[{host}]' if ':' in host else host}:{server.port}"
+    status = _status(url.rstrip("/"), api_key)
+    click.echo(json.dumps(status, indent=2) if raw else "\n".join(_lines(status)))
+    sys.exit(any(finding["weight"] == "problem" for finding in status["findings"]))
+
+
+def _status(url: str, api_key: str | None) -> Any:
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url + "/status", headers=headers), timeout=10) as reply:
+            status = json.load(reply)
+    except urllib.error.HTTPError as error:
+        with error:
+            hint = " Give an administrator's key with --api-key." if error.code in (401, 403) else ""
+        fail(f"{url} answers {error.code} {error.reason}.{hint}")
+    except (OSError, ValueError) as error:
+        fail(f"{url}: {getattr(error, 'reason', error)}. Is minserve running there?")
+    if not isinstance(status, dict) or "findings" not in status:
+        fail(f"{url} is no minserve")
+    return status
+
+
+def _lines(status: dict[str, Any]) -> Iterator[str]:
+    numbers, pools = status["numbers"], status["numbers"]["pools"]
+    yield f"{status['model']}, minserve {status['version']}, {status['state']}; the last {numbers['window']:.0f} s:"
+    yield ""
+    yield f"{'':22}" + "".join(f"{pool:>14}" for pool in pools)
+    for name, field in (("first token, p99", "ttft_p99"), ("between tokens, p99", "itl_p99")):
+        yield f"{name:22}" + "".join(f"{_time(pool[field]):>14}" for pool in pools.values())
+    yield f"{'running, waiting':22}" + "".join(
+        f"{status['running'].get(pool, 0):>8}, {status['waiting'].get(pool, 0):>4}" for pool in pools
+    )
+    yield (
+        f"{'utilization':22}{numbers['utilization']:14.0%}  of the device's peak; busy {numbers['busy']:.0%} of the "
+        f"time, {numbers['running']:.1f} requests a step"
+    )
+    yield ""
+    for finding in status["findings"]:
+        yield f"{finding['weight']:8}{finding['text']}"
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+
+
+COMMANDS = (doctor,)

@@ -1,0 +1,31 @@
+"""Durations and moments as people write them."""
+
+from __future__ import annotations
+
+import time
+
+import click
+import pytest
+
+from minserve.commands.options import duration, moment
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("30s", 30), ("10m", 600), ("1h30m", 5400), ("7d", 604800), ("2w", 1209600), ("0.5", 0.5)]
+)
+def test_durations(text: str, seconds: float) -> None:
+    assert duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "ten", "5y", "-1s", "1h 2m", "m"])
+def test_what_is_no_duration_is_refused(text: str) -> None:
+    with pytest.raises(click.BadParameter, match="no duration"):
+        duration(text)
+
+
+def test_a_moment_is_a_time_ago_or_a_date() -> None:
+    assert moment("1h") == pytest.approx(time.time() - 3600, abs=5)
+    assert moment("2026-01-31") == 1769817600
+    assert moment("2026-01-31T12:00+02:00") == 1769853600
+    with pytest.raises(click.BadParameter, match="no time"):
+        moment("yesterday")
