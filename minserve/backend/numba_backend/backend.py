@@ -111,11 +111,16 @@ class NumbaBackend:
             parts = [(self._format(tensor), tensor) for tensor in tensors]
         segments, start = [], 0
         for i, (form, tensor) in enumerate(parts):
-            if i + 1 < len(parts) and tensor.rows % 32:
-                raise BackendError(f"{tensor.name}: its rows, in an encoding of their own, are not a multiple of 32")
-            segments.append(self._pack(tensor, form, start))
+            last = i + 1 == len(parts)
+            if tensor.rows % 16 and not last:
+                raise BackendError(f"{tensor.name}: its rows, in an encoding of their own, are not a multiple of 16")
+            block = form.block_bytes(width(tensor.cols))
+            data = self._arena.take(packed_bytes(tensor, form, last=last))
+            pack(tensor, form, data.reshape(-1, block))
+            segments.append(Segment(form, start, tensor.rows, data, block))
             start += tensor.rows
-        return Matrix(tensors[0].name, start, cols, tuple(segments), self._bias(bias, start))
+        padded = None if bias is None else padded_vector(bias.float32(), start)
+        return Matrix(tensors[0].name, start, cols, tuple(segments), padded)
 
     def _prepare_pairs(self, tensors: Sequence[HostTensor], bias: HostTensor | None, form: Format) -> Matrix:
         gate, up = tensors
@@ -132,15 +137,6 @@ class NumbaBackend:
             parts[:, : gate.rows] = bias.float32().reshape(2, -1)
             both = np.ascontiguousarray(parts.reshape(2, -1, 16).swapaxes(0, 1)).reshape(-1)
         return Matrix(gate.name, gate.rows, gate.cols, (Segment(form, 0, gate.rows, data, block),), both, pairs=True)
-
-    def _pack(self, tensor: HostTensor, form: Format, start: int) -> Segment:
-        block = form.block_bytes(width(tensor.cols))
-        data = self._arena.take(packed_bytes(tensor, form))
-        pack(tensor, form, data.reshape(-1, block))
-        return Segment(form, start, tensor.rows, data, block)
-
-    def _bias(self, bias: HostTensor | None, rows: int) -> npt.NDArray[np.float32] | None:
-        return None if bias is None else padded_vector(bias.float32(), rows)
 
     def prepare_embedding(self, tensor: HostTensor, *, tied: bool) -> Matrix:
         return self.prepare_linear([tensor])

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from minserve.backend.numba_backend.jit import Kernel, inlined, kernel
 from minserve.backend.numba_backend.layout import GROUP, TOKEN_IDS
+from minserve.backend.numba_backend.linear import group_at, k_group_at
 from minserve.backend.numba_backend.mathlib import F, share
 from minserve.backend.numba_backend.simd import (
     bf16,
@@ -33,64 +34,63 @@ def fifth_bit(w, lane, j):
 
 
 @inlined
-def weight_bf16(w, groups, lane, g, j):
+def weight_bf16(w, lane, g, j):
     return bf16(w, (g * 16 + j // 2) * 32 + lane * 2 + j % 2)
 
 
 @inlined
-def weight_q4_0(w, groups, lane, g, j):
-    return f16(w + groups * 256, g * 16 + lane) * F(nibble(w + g * 256, lane, j) - 8)
+def weight_q4_0(w, lane, g, j):
+    v, s = group_at(w, g, 256, 32)
+    return f16(s, lane) * F(nibble(v, lane, j) - 8)
 
 
 @inlined
-def weight_q4_1(w, groups, lane, g, j):
-    scales = w + groups * 256
-    return f16(scales, g * 16 + lane) * F(nibble(w + g * 256, lane, j)) + f16(scales, (groups + g) * 16 + lane)
+def weight_q4_1(w, lane, g, j):
+    v, s = group_at(w, g, 256, 64)
+    return f16(s, lane) * F(nibble(v, lane, j)) + f16(s, 16 + lane)
 
 
 @inlined
-def weight_q5_0(w, groups, lane, g, j):
-    v = w + g * 320
-    return f16(w + groups * 320, g * 16 + lane) * F((nibble(v, lane, j) | fifth_bit(v, lane, j)) - 16)
+def weight_q5_0(w, lane, g, j):
+    v, s = group_at(w, g, 320, 32)
+    return f16(s, lane) * F((nibble(v, lane, j) | fifth_bit(v, lane, j)) - 16)
 
 
 @inlined
-def weight_q5_1(w, groups, lane, g, j):
-    v, scales = w + g * 320, w + groups * 320
-    q = F(nibble(v, lane, j) | fifth_bit(v, lane, j))
-    return f16(scales, g * 16 + lane) * q + f16(scales, (groups + g) * 16 + lane)
+def weight_q5_1(w, lane, g, j):
+    v, s = group_at(w, g, 320, 64)
+    return f16(s, lane) * F(nibble(v, lane, j) | fifth_bit(v, lane, j)) + f16(s, 16 + lane)
 
 
 @inlined
-def weight_q8_0(w, groups, lane, g, j):
-    return f16(w + groups * 512, g * 16 + lane) * F(u8(w, g * 512 + j // 4 * 64 + lane * 4 + j % 4) - 128)
+def weight_q8_0(w, lane, g, j):
+    v, s = group_at(w, g, 512, 32)
+    return f16(s, lane) * F(u8(v, j // 4 * 64 + lane * 4 + j % 4) - 128)
 
 
 @inlined
-def k_affine(scales, groups, lane, g, q):
-    factors = scales + groups * 32
-    scale = F(u8(scales, g * 16 + lane)) * f16(factors, g // 8 * 16 + lane)
-    minimum = F(u8(scales, (groups + g) * 16 + lane)) * f16(factors, (groups + g) // 8 * 16 + lane)
+def k_affine(s, factors, lane, q):
+    scale, minimum = F(u8(s, lane)) * f16(factors, lane), F(u8(s, 16 + lane)) * f16(factors, 16 + lane)
     return scale * F(q) + minimum
 
 
 @inlined
-def weight_q4_k(w, groups, lane, g, j):
-    return k_affine(w + groups * 256, groups, lane, g, nibble(w + g * 256, lane, j))
+def weight_q4_k(w, lane, g, j):
+    v, s, factors = k_group_at(w, g, 256)
+    return k_affine(s, factors, lane, nibble(v, lane, j))
 
 
 @inlined
-def weight_q5_k(w, groups, lane, g, j):
-    v = w + g * 320
-    return k_affine(w + groups * 320, groups, lane, g, nibble(v, lane, j) | fifth_bit(v, lane, j))
+def weight_q5_k(w, lane, g, j):
+    v, s, factors = k_group_at(w, g, 320)
+    return k_affine(s, factors, lane, nibble(v, lane, j) | fifth_bit(v, lane, j))
 
 
 @inlined
-def weight_q6_k(w, groups, lane, g, j):
-    v, scales = w + g * 384, w + groups * 384
+def weight_q6_k(w, lane, g, j):
+    v, s, factors = k_group_at(w, g, 384)
     high = u8(v, 256 + j // 16 * 64 + lane * 4 + j % 4) >> (j % 16 // 4 * 2) & 3
-    scale = F(i8(scales, (2 * g + j // 16) * 16 + lane)) * f16(scales + groups * 32, g // 8 * 16 + lane)
-    return scale * F((nibble(v, lane, j) | high << 4) - 32)
+    return F(i8(s, j // 16 * 16 + lane)) * f16(factors, lane) * F((nibble(v, lane, j) | high << 4) - 32)
 
 
 @inlined
@@ -105,7 +105,7 @@ def embed(tid, threads, rows, p, weight):
         block, lane, at = table + token // 16 * block_bytes, token % 16, m * padded
         for g in range(groups):
             for j in range(GROUP):
-                set_f32(out, at + g * GROUP + j, weight(block, groups, lane, g, j) * scale)
+                set_f32(out, at + g * GROUP + j, weight(block, lane, g, j) * scale)
 
 
 FIELDS = "out table block_bytes padded scale batch"

@@ -8,7 +8,7 @@ KV cache     [layer][kv head][block] of 4 * BLOCK * D bytes, bfloat16: K [D/2][B
 Activations  as a linear layer reads them, in tiles of TILE tokens (the last one shorter, n tokens):
              int8: q [K/32][n][32 * planes], then per group and token [K/32][n]: scale (float32), scale * sum of q
              (float32), -sum of q, -sum of the first 16 q (int32). bfloat16: [K/2][n][2].
-Float rows   [rows][width] float32, width a multiple of 32; columns beyond the logical ones hold zeros.
+Float rows   [rows][width] float32, width a multiple of 64; columns beyond the logical ones hold zeros.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from minserve.backend.numba_backend.jit import inlined
 BLOCK = 16  # tokens of a KV block: one vector of scores
 TILE = 64  # tokens that pass a block of 16 weight rows together: their accumulators stay in the L1 cache
 GROUP = 32  # weights, and activations, that share a scale
+PAIR = 2 * GROUP  # packed weights come in pairs of groups
 CHUNK = 16  # KV blocks (256 keys) that one softmax pass covers; partial results merge in this order always
 LINE = 128  # alignment: a cache line and the one the prefetcher brings along
 
@@ -30,15 +31,15 @@ BF16_PLANE, INT8_PLANE, INT16_PLANES = 0, 1, 2  # activation modes; the int8 one
 
 def width(cols: int) -> int:
     """Floats per row of a buffer with this many columns."""
-    return -(-cols // GROUP) * GROUP
+    return -(-cols // PAIR) * PAIR
 
 
 def activation_bytes(cols: int, mode: int) -> int:
-    """Bytes per token of an activation block; cols a multiple of 32."""
+    """Bytes per token of an activation block; cols a multiple of 64."""
     return cols * 2 if mode == BF16_PLANE else cols // GROUP * (GROUP * mode + 16)
 
 
-row_bytes = inlined(activation_bytes)
+padded_width, row_bytes = inlined(width), inlined(activation_bytes)  # the same for jitted code
 
 
 def block_words(dim: int) -> int:

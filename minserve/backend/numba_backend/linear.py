@@ -145,98 +145,100 @@ def parts(x, groups, planes, n):
 
 
 @inlined
+def group_at(w, g, vector_bytes, scale_bytes):
+    """Addresses of a group's W and S: records of two groups, W W S S."""
+    record, odd = w + g // 2 * 2 * (vector_bytes + scale_bytes), g % 2
+    return record + odd * vector_bytes, record + 2 * vector_bytes + odd * scale_bytes
+
+
+@inlined
+def k_group_at(w, g, vector_bytes):
+    """The same for a K-quant, and the address of the factors that stand before each eight groups."""
+    factors = w + g // 8 * (64 + 8 * (vector_bytes + 32))
+    v, s = group_at(factors + 64, g % 8, vector_bytes, 32)
+    return v, s, factors
+
+
+@inlined
 def block_q4_0(w, groups, planes, n, x, acc):
     q, d, _, p, _ = parts(x, groups, planes, n)
-    scales = w + groups * 256
     for g in range(groups):
+        v, s = group_at(w, g, 256, 32)
         i = g * n
-        scale = load_f16(scales, g * 16)
-        symmetric(nibbles(w + g * 256), scale, 3, planes, 0, n, q + i * 32 * planes, d + i * 4, p + i * 4, acc)
+        symmetric(nibbles(v), load_f16(s, 0), 3, planes, 0, n, q + i * 32 * planes, d + i * 4, p + i * 4, acc)
 
 
 @inlined
 def block_q4_1(w, groups, planes, n, x, acc):
-    q, d, s, _, _ = parts(x, groups, planes, n)
-    scales = w + groups * 256
-    minima = scales + groups * 32
+    q, d, sums, _, _ = parts(x, groups, planes, n)
     for g in range(groups):
+        v, s = group_at(w, g, 256, 64)
         i = g * n
-        scale, minimum = load_f16(scales, g * 16), load_f16(minima, g * 16)
-        affine(nibbles(w + g * 256), scale, minimum, planes, n, q + i * 32 * planes, d + i * 4, s + i * 4, acc)
+        affine(
+            nibbles(v), load_f16(s, 0), load_f16(s, 16), planes, n, q + i * 32 * planes, d + i * 4, sums + i * 4, acc
+        )
 
 
 @inlined
 def block_q5_0(w, groups, planes, n, x, acc):
     q, d, _, p, _ = parts(x, groups, planes, n)
-    scales = w + groups * 320
     for g in range(groups):
+        v, s = group_at(w, g, 320, 32)
         i = g * n
-        scale = load_f16(scales, g * 16)
-        symmetric(five_bits(w + g * 320), scale, 4, planes, 0, n, q + i * 32 * planes, d + i * 4, p + i * 4, acc)
+        symmetric(five_bits(v), load_f16(s, 0), 4, planes, 0, n, q + i * 32 * planes, d + i * 4, p + i * 4, acc)
 
 
 @inlined
 def block_q5_1(w, groups, planes, n, x, acc):
-    q, d, s, _, _ = parts(x, groups, planes, n)
-    scales = w + groups * 320
-    minima = scales + groups * 32
+    q, d, sums, _, _ = parts(x, groups, planes, n)
     for g in range(groups):
+        v, s = group_at(w, g, 320, 64)
         i = g * n
-        scale, minimum = load_f16(scales, g * 16), load_f16(minima, g * 16)
-        affine(five_bits(w + g * 320), scale, minimum, planes, n, q + i * 32 * planes, d + i * 4, s + i * 4, acc)
+        affine(
+            five_bits(v), load_f16(s, 0), load_f16(s, 16), planes, n, q + i * 32 * planes, d + i * 4, sums + i * 4, acc
+        )
 
 
 @inlined
 def block_q8_0(w, groups, planes, n, x, acc):
     q, d, _, p, _ = parts(x, groups, planes, n)
-    scales = w + groups * 512
     for g in range(groups):
+        v, s = group_at(w, g, 512, 32)
         i = g * n
-        scale = load_f16(scales, g * 16)
-        symmetric(whole_bytes(w + g * 512), scale, 7, planes, 0, n, q + i * 32 * planes, d + i * 4, p + i * 4, acc)
-
-
-@inlined
-def k_levels(scales, groups, g):
-    """Scale and minimum of a group of a K-quant: a byte each, times a float16 per 8 groups."""
-    factors = scales + groups * 32
-    scale = load_bytes(scales, g * 16) * load_f16(factors, g // 8 * 16)
-    minimum = load_bytes(scales, (groups + g) * 16) * load_f16(factors, (groups + g) // 8 * 16)
-    return scale, minimum
+        symmetric(whole_bytes(v), load_f16(s, 0), 7, planes, 0, n, q + i * 32 * planes, d + i * 4, p + i * 4, acc)
 
 
 @inlined
 def block_q4_k(w, groups, planes, n, x, acc):
-    q, d, s, _, _ = parts(x, groups, planes, n)
+    q, d, sums, _, _ = parts(x, groups, planes, n)
     for g in range(groups):
+        v, s, f = k_group_at(w, g, 256)
+        scale, minimum = load_bytes(s, 0) * load_f16(f, 0), load_bytes(s, 16) * load_f16(f, 16)
         i = g * n
-        scale, minimum = k_levels(w + groups * 256, groups, g)
-        affine(nibbles(w + g * 256), scale, minimum, planes, n, q + i * 32 * planes, d + i * 4, s + i * 4, acc)
+        affine(nibbles(v), scale, minimum, planes, n, q + i * 32 * planes, d + i * 4, sums + i * 4, acc)
 
 
 @inlined
 def block_q5_k(w, groups, planes, n, x, acc):
-    q, d, s, _, _ = parts(x, groups, planes, n)
+    q, d, sums, _, _ = parts(x, groups, planes, n)
     for g in range(groups):
+        v, s, f = k_group_at(w, g, 320)
+        scale, minimum = load_bytes(s, 0) * load_f16(f, 0), load_bytes(s, 16) * load_f16(f, 16)
         i = g * n
-        scale, minimum = k_levels(w + groups * 320, groups, g)
-        affine(five_bits(w + g * 320), scale, minimum, planes, n, q + i * 32 * planes, d + i * 4, s + i * 4, acc)
+        affine(five_bits(v), scale, minimum, planes, n, q + i * 32 * planes, d + i * 4, sums + i * 4, acc)
 
 
 @inlined
 def block_q6_k(w, groups, planes, n, x, acc):
     """Groups of 16: two scales per 32 k, whose dot products stay apart."""
     q, d, _, p, half = parts(x, groups, planes, n)
-    scales = w + groups * 384
-    factors = scales + groups * 32
     for g in range(groups):
-        i = g * n
-        v, o = nibbles(w + g * 384), w + g * 384 + 256
-        factor = load_f16(factors, g // 8 * 16)
-        low, high = load_signed(scales, g * 32) * factor, load_signed(scales, g * 32 + 16) * factor
-        qg, dg = q + i * 32 * planes, d + i * 4
-        symmetric(six_bits(v[0], v[1], v[2], v[3], load_u8(o, 0)), low, 5, planes, 0, n, qg, dg, half + i * 4, acc)
-        symmetric(six_bits(v[4], v[5], v[6], v[7], load_u8(o, 64)), high, 5, planes, 16, n, qg, dg, p + i * 4, acc)
+        w6, s, f = k_group_at(w, g, 384)
+        v, factor = nibbles(w6), load_f16(f, 0)
+        low, high = load_signed(s, 0) * factor, load_signed(s, 16) * factor
+        qg, dg, i = q + g * n * 32 * planes, d + g * n * 4, g * n * 4
+        symmetric(six_bits(v[0], v[1], v[2], v[3], load_u8(w6, 256)), low, 5, planes, 0, n, qg, dg, half + i, acc)
+        symmetric(six_bits(v[4], v[5], v[6], v[7], load_u8(w6, 320)), high, 5, planes, 16, n, qg, dg, p + i, acc)
 
 
 @inlined

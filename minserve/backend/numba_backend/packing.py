@@ -2,14 +2,16 @@
 
 Owns the packed formats and the Matrix. It must not know models, nor what is computed with a Matrix.
 
-A row block is 16 rows x K, in sections: W, then scales, then minima. W is made of 64-byte vectors, 16 rows x 4 k each:
-one load feeds 16 lanes, so a dot product never needs a sum across lanes. Per 32 k (a group) W holds
+A row block is 16 rows x K. Its weights (W) are 64-byte vectors, 16 rows x 4 k each: one load feeds 16 lanes, so a dot
+product never needs a sum across lanes. Per group of 32 k, W holds
     4 bits   4 vectors: low nibbles are k 0..15, high nibbles k 16..31
     5 bits   the same, then one vector whose bit j of each byte belongs to k 4j..4j+3
     6 bits   the same, then two vectors of two bits each: 4 x 2 bits for k 0..15, then k 16..31
     8 bits   8 vectors, weight + 128
-and the dense format per 2 k one vector of 16 rows x 2 bfloat16. Scales and minima are float16 per row and group, as
-in the file. K-quants keep their two levels: bytes per group, and a float16 per 256 k that multiplies them.
+and the dense format 16 vectors of 16 rows x 2 bfloat16. S is, per group, 16 float16 scales (and 16 minima), as in the
+file. Two groups make a record, W W S S, of whole cache lines. K-quants keep their two levels: S is bytes, and each four
+records begin with a line of the float16 that multiply them. A block is thus read front to back as one stream: with
+scales in a section of their own, DRAM gave a third of the bandwidth.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import numpy.typing as npt
 
 from minserve.backend.base import BackendError
 from minserve.backend.numba_backend.arena import Bytes
-from minserve.backend.numba_backend.layout import GROUP, width
+from minserve.backend.numba_backend.layout import GROUP, PAIR, width
 from minserve.backend.tensor import BLOCKS, Encoding, Groups, HostTensor, float32_to_bfloat16
 
 Number = TypeVar("Number", bound=np.generic)
@@ -35,36 +37,37 @@ VERSION = 1  # of the packed formats: part of the key of what is cached on disk
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A packed format. vectors: 64-byte vectors of W per group of 32 k. minima: whether w = scale * q + minimum.
+    """A packed format. vectors: 64-byte vectors of W per group of 32 k. scale_bytes: of S per group.
 
-    offset: what was added to make signed weights unsigned. levels: scales are bytes times a float16 per 256 k.
+    minima: whether w = scale * q + minimum. offset: what was added to make signed weights unsigned. levels: S is bytes
+    that are multiplied by a float16 per 256 k.
     """
 
     name: str
     bits: int
     vectors: int
+    scale_bytes: int
     minima: bool = False
     offset: int = 0
     levels: bool = False
 
+    @property
+    def record_bytes(self) -> int:
+        """Two groups."""
+        return 2 * (64 * self.vectors + self.scale_bytes)
+
     def block_bytes(self, cols: int) -> int:
-        """Bytes of a row block; cols a multiple of 32 (of 256 with two levels)."""
-        groups = cols // GROUP
-        if self.bits == 16:
-            return groups * self.vectors * 64
-        scales = groups * 32
-        if self.levels:  # 16 bytes per group (per 16 k where there is no minimum), float16 per 256 k
-            scales = groups * (16 if self.minima else 32) + groups // 8 * 32
-        total = groups * self.vectors * 64 + scales * (2 if self.minima else 1)
-        return -(-total // 64) * 64
+        """Bytes of a row block; cols a multiple of 64 (of 256 with two levels)."""
+        return cols // PAIR * self.record_bytes + (cols // 256 * 64 if self.levels else 0)
 
 
-BF16 = Format("bf16", 16, 16)
-Q4_0, Q4_1 = Format("q4_0", 4, 4, offset=8), Format("q4_1", 4, 4, minima=True)
-Q5_0, Q5_1 = Format("q5_0", 5, 5, offset=16), Format("q5_1", 5, 5, minima=True)
-Q8_0 = Format("q8_0", 8, 8, offset=128)
-Q4_K, Q5_K = Format("q4_k", 4, 4, minima=True, levels=True), Format("q5_k", 5, 5, minima=True, levels=True)
-Q6_K = Format("q6_k", 6, 6, offset=32, levels=True)
+BF16 = Format("bf16", 16, 16, 0)
+Q4_0, Q4_1 = Format("q4_0", 4, 4, 32, offset=8), Format("q4_1", 4, 4, 64, minima=True)
+Q5_0, Q5_1 = Format("q5_0", 5, 5, 32, offset=16), Format("q5_1", 5, 5, 64, minima=True)
+Q8_0 = Format("q8_0", 8, 8, 32, offset=128)
+Q4_K = Format("q4_k", 4, 4, 32, minima=True, levels=True)
+Q5_K = Format("q5_k", 5, 5, 32, minima=True, levels=True)
+Q6_K = Format("q6_k", 6, 6, 32, offset=32, levels=True)
 
 FORMATS: dict[Encoding, Format] = {
     Encoding.F32: BF16,
@@ -116,12 +119,14 @@ class Matrix:
 
 
 def padded_rows(rows: int) -> int:
-    """Rows of whole 32-column output groups, so that the padding of a result is written as zeros."""
+    """Rows whose results fill a buffer's row, so that its padding is written as zeros."""
     return width(rows)
 
 
-def packed_bytes(tensor: HostTensor, form: Format) -> int:
-    return padded_rows(tensor.rows) // ROWS * form.block_bytes(width(tensor.cols))
+def packed_bytes(tensor: HostTensor, form: Format, *, last: bool = True) -> int:
+    """Bytes of the row blocks; those of a matrix's last segment include the padding."""
+    rows = padded_rows(tensor.rows) if last else tensor.rows
+    return rows // ROWS * form.block_bytes(width(tensor.cols))
 
 
 def pack(tensor: HostTensor, form: Format, out: npt.NDArray[np.uint8]) -> None:
@@ -153,12 +158,15 @@ def _pack_groups(part: HostTensor, form: Format, out: Bytes) -> None:
     shift = form.offset if groups.q.dtype == np.int8 else 0  # signed integers: the dot product wants them unsigned
     q = _pad((groups.q.astype(np.int16) + np.int16(shift)).astype(np.uint8), n * ROWS, cols)
     v = q.reshape(n, ROWS, cols // GROUP, 8, 4).transpose(0, 2, 3, 1, 4).reshape(n, cols // GROUP, 8, 64)
-    used = cols // GROUP * form.vectors * 64
-    out[:, :used] = _vectors(v, form.bits).reshape(n, -1)
-    sections = _two_levels(part, groups, form, n) if form.levels else _one_level(groups, form, n)
-    for section in sections:
-        out[:, used : used + section.shape[1]] = section
-        used += section.shape[1]
+    w = _vectors(v, form.bits).reshape(n, cols // PAIR, -1)
+    if form.levels:
+        scales, factors = _two_levels(part, groups, form, n)
+        blocks = out.reshape(n, cols // 256, 64 + 4 * form.record_bytes)
+        blocks[:, :, : factors.shape[2]] = factors
+        blocks[:, :, 64:] = np.concatenate([w, scales], axis=2).reshape(n, cols // 256, -1)
+    else:
+        scales = _one_level(groups, form, n, cols // GROUP)
+        out[:] = np.concatenate([w, scales], axis=2).reshape(n, -1)
 
 
 def _vectors(v: Bytes, bits: int) -> Bytes:
@@ -176,35 +184,38 @@ def _vectors(v: Bytes, bits: int) -> Bytes:
     return np.concatenate(parts, axis=2)
 
 
-def _one_level(groups: Groups, form: Format, n: int) -> list[Bytes]:
+def _one_level(groups: Groups, form: Format, n: int, count: int) -> Bytes:
+    """S of each record: [n, count / 2, 2 * scale bytes]."""
     minima = [groups.minimum] if form.minima and groups.minimum is not None else []
-    return [_by_group(values.astype(np.float16), n) for values in (groups.scale, *minima)]
+    parts = [_lanes(values.astype(np.float16), n, count) for values in (groups.scale, *minima)]
+    return np.concatenate(parts, axis=2).reshape(n, count // 2, -1)
 
 
-def _two_levels(part: HostTensor, groups: Groups, form: Format, n: int) -> list[Bytes]:
-    """Bytes per group, then the float16 factors per 256 k, first of the scales, then of the minima.
+def _two_levels(part: HostTensor, groups: Groups, form: Format, n: int) -> tuple[Bytes, Bytes]:
+    """S of each record, and per 256 k the float16 factors of the scales and of the minima.
 
     The bytes are recovered from scale = factor * byte: exact, since float32 holds the product without rounding.
     """
     blocks = np.ascontiguousarray(part.data).reshape(part.rows, -1, BLOCKS[part.encoding].nbytes)
     places = (0, 2) if form.minima else (208,)
-    sections, factors = [], []
+    bytes_, factors = [], []
     for values, place, sign in zip((groups.scale, groups.minimum), places, (1, -1), strict=False):
         assert values is not None
         half = np.ascontiguousarray(blocks[..., place : place + 2]).view(np.float16)[..., 0]
-        per = values.shape[1] // half.shape[1]
-        factor = np.repeat(half.astype(np.float32), per, axis=1) * np.float32(sign)
+        factor = np.repeat(half.astype(np.float32), values.shape[1] // half.shape[1], axis=1) * np.float32(sign)
         byte = np.rint(np.divide(values, factor, out=np.zeros_like(values), where=factor != 0))
-        sections.append(_by_group(byte.astype(np.int8 if form is Q6_K else np.uint8), n))
-        factors.append(_by_group((half * np.float16(sign)).astype(np.float16), n))
-    return sections + factors
+        byte = byte.astype(np.uint8 if form.minima else np.int8)
+        bytes_.append(_lanes(byte, n, byte.shape[1]).reshape(n, part.cols // GROUP, -1))
+        factors.append(_lanes((half * np.float16(sign)).astype(np.float16), n, half.shape[1]))
+    scales = np.concatenate(bytes_, axis=2).reshape(n, part.cols // PAIR, -1)
+    return scales, np.concatenate(factors, axis=2)
 
 
-def _by_group(values: npt.NDArray[Any], n: int) -> Bytes:
-    """[rows, groups] -> the section [n, groups * 16 lanes] as bytes."""
-    values = _pad(values, n * ROWS, values.shape[1])
-    lanes = np.ascontiguousarray(values.reshape(n, ROWS, -1).swapaxes(1, 2))
-    return lanes.reshape(n, -1).view(np.uint8)
+def _lanes(values: npt.NDArray[Any], n: int, count: int) -> Bytes:
+    """[rows, groups] -> [n, count, bytes of 16 rows]."""
+    values = _pad(values, n * ROWS, count)
+    lanes = np.ascontiguousarray(values.reshape(n, ROWS, count).swapaxes(1, 2))
+    return lanes.view(np.uint8).reshape(n, count, -1)
 
 
 def _pad(a: npt.NDArray[Number], rows: int, cols: int) -> npt.NDArray[Number]:
@@ -220,7 +231,7 @@ FLOATS = (Encoding.F32, Encoding.F16, Encoding.BF16)
 
 
 def _grouped(w: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    return np.pad(w, ((0, 0), (0, width(w.shape[1]) - w.shape[1]))).reshape(len(w), -1, GROUP)
+    return _pad(w, len(w), width(w.shape[1])).reshape(len(w), -1, GROUP)
 
 
 def requantize_q8(w: npt.NDArray[np.float32]) -> Groups:

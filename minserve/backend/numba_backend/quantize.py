@@ -19,6 +19,7 @@ from minserve.backend.numba_backend.layout import (
     REQUEST_OF,
     STARTS,
     TILE,
+    padded_width,
     row_bytes,
 )
 from minserve.backend.numba_backend.mathlib import F, activate, rms_scale, row_share, share, vexp
@@ -213,7 +214,7 @@ def merge_quantize(tid, threads, rows, p):
     if rows == 1:
         out = i64(p, 11) + tid * i64(p, 12)
     cols = heads * dim
-    padded = (cols + 31) // 32 * 32
+    padded = padded_width(cols)
     zero_bytes(scratch + cols * 4, (padded - cols) * 4)
     m0, m1 = row_share(rows, tid, threads)
     for m in range(m0, m1):
