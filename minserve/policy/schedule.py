@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from minserve.policy.limits import Limits, PoolLimits
-from minserve.policy.room import MAX_SKIPS, MAX_SKIPS_BELOW, RANK, Part, Room, order
+from minserve.policy.room import MAX_SKIPS, RANK, Part, Room, order, starving
 from minserve.request import Chunk, Pool, StepPlan, View
 
 __all__ = ["Limits", "PlanFunction", "PoolLimits", "order", "plan_step"]
@@ -161,7 +161,8 @@ class _Planner:
     def _admit(self, view: View) -> bool:
         if view.id in self.room.preempted:
             return False
-        reason = self._refusal(view)
+        closed = self.closed.get(view.pool)
+        reason = closed or self._refusal(view)
         if reason is None:
             self.room.admit(view)
             self.admitted.append(view.id)
@@ -171,13 +172,11 @@ class _Planner:
             self.refused[view.id] = reason
         if reason == "seats":  # what the first can't have, nobody behind it gets
             self.closed[view.pool] = reason
-        elif reason in STUCK and view.skips >= MAX_SKIPS:
+        elif not closed and reason in STUCK and view.skips >= MAX_SKIPS:
             self.closed.update({pool: reason for pool in Pool if RANK[pool] >= RANK[view.pool]})
         return False
 
     def _refusal(self, view: View) -> str | None:
-        if view.pool in self.closed:
-            return self.closed[view.pool]
         if self.budget <= 0:
             return "step_budget"
         if view.scored[1] > view.computed and self.rows == 0 < self.spare_rows:
@@ -188,7 +187,7 @@ class _Planner:
         """Pools that admit nobody because a lower one, with nothing running, was overtaken too often."""
         closed: dict[Pool, str] = {}
         for pool, views in self.waiting.items():
-            if views and views[0].skips >= MAX_SKIPS_BELOW and not self.room.seats[pool]:
+            if views and starving(views[0]) and not self.room.seats[pool]:
                 closed.update({above: "pool_share" for above in Pool if RANK[above] < RANK[pool]})
         return closed
 

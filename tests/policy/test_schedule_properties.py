@@ -38,7 +38,7 @@ class World:
 
 
 @st.composite
-def views(draw: st.DrawFn, name: str, size: int, *, waits: bool) -> View:
+def views(draw: st.DrawFn, name: str, size: int, *, waits: bool, blocked: bool = False) -> View:
     known = draw(st.integers(1, 60))
     if waits:
         computed = draw(st.integers(0, (known - 1) // size)) * size
@@ -60,7 +60,7 @@ def views(draw: st.DrawFn, name: str, size: int, *, waits: bool) -> View:
         limit=known + draw(st.integers(0, 40)),
         skips=draw(st.sampled_from([0, 0, 0, MAX_SKIPS, 300])),
         free_hits=draw(st.integers(0, blocks)) if waits else 0,
-        blocked=waits and draw(st.integers(0, 5)) == 0,
+        blocked=blocked,
         forks=tuple(f"{name}#{i}" for i in range(draw(st.sampled_from([0, 0, 0, 1, 3])))),
         scored=(draw(st.integers(0, known - 1)), known - 1) if unscored else (0, 0),
         draft=() if waits else tuple(range(draw(st.sampled_from([0, 0, 3])))),
@@ -72,7 +72,8 @@ def worlds(draw: st.DrawFn) -> World:
     size = draw(st.sampled_from([1, 4, 16]))
     seats = draw(st.integers(1, 6))
     running = [draw(views(f"r{i}", size, waits=False)) for i in range(draw(st.integers(0, seats)))]
-    waiting = [draw(views(f"w{i}", size, waits=True)) for i in range(draw(st.integers(0, 6)))]
+    blocked = [bool(running) and draw(st.integers(0, 5)) == 0 for _ in range(draw(st.integers(0, 6)))]
+    waiting = [draw(views(f"w{i}", size, waits=True, blocked=wait)) for i, wait in enumerate(blocked)]
     free = draw(st.integers(0 if running else 1, 40))
     shared = draw(st.integers(0, 5)) if running else 0  # blocks that several of the running hold
     waiting = [view._replace(free_hits=min(view.free_hits, free)) for view in waiting]
