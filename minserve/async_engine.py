@@ -12,13 +12,14 @@ import contextlib
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
 from minserve.batch import StepResult
 from minserve.engine import Delivery, Engine, Progress, Step, step_failed
-from minserve.policy.admission import Accept, Load, admit
+from minserve.policy.admission import Accept, Load, admit, retry_after
+from minserve.policy.forecast import Forecast
 from minserve.request import Pool, RequestError, RequestOutcome, Submission, TextDelta
 
 log = logging.getLogger("minserve.engine")
@@ -180,7 +181,8 @@ class AsyncEngine:
         self._steps = 0
         self._failures = 0
         self._last_step: float | None = None
-        self._tokens_per_second = 0.0
+        self._forecast = Forecast(engine.scheduler.limits.block_size)
+        self._waits: dict[Pool, tuple[tuple[int, int], float]] = {}
 
     # -- what the server calls
 
@@ -230,6 +232,16 @@ class AsyncEngine:
             streams=len(self._streams),
             step_age=age,
         )
+
+    def wait(self, pool: Pool) -> float:
+        """Seconds until a call of this pool that comes now would start."""
+        scheduler = self.engine.scheduler
+        moment = self._steps, len(scheduler.requests)
+        known = self._waits.get(pool)
+        if known is None or known[0] != moment:  # a storm of refusals between two steps costs one look at the queue
+            seconds = self._forecast.wait(pool, scheduler.requests.values(), scheduler.limits)
+            known = self._waits[pool] = moment, seconds
+        return known[1]
 
     def requests(self) -> list[LiveRequest]:
         """What runs and what waits, in order of arrival."""
@@ -324,8 +336,8 @@ class AsyncEngine:
     def _finished(self, step: Step) -> None:
         self._steps += 1
         self._last_step = self.engine.clock()
-        rate = step.plan.tokens / max(self._last_step - step.started, 1e-6)
-        self._tokens_per_second += 0.1 * (rate - self._tokens_per_second)
+        decodes = step.decode_tokens
+        self._forecast.step(decodes, step.plan.tokens - decodes, self._last_step - step.started)
 
     def _give_up(self, message: str) -> None:
         """Never healthy but dead: every stream gets the error, submit refuses, health reports it."""
@@ -337,6 +349,8 @@ class AsyncEngine:
         for delivery in deliveries:
             stream = self._streams[delivery.group]
             stream.deliver(delivery)
+            if delivery.outcome is not None and delivery.outcome.ttft is not None:
+                self._forecast.end(delivery.outcome.finish, delivery.outcome.usage)
             if stream.done:
                 del self._streams[delivery.group]
                 self._deadlines.pop(delivery.group, None)
@@ -346,23 +360,28 @@ class AsyncEngine:
     def _expire(self) -> None:
         """Queue-time ceilings and total deadlines, checked between steps."""
         now = self.engine.clock()
+        late: list[str] = []
         for group, (queue, total) in list(self._deadlines.items()):
             if total is not None and now >= total:
                 error = RequestError("The request took longer than the server allows.", status=504, code="timeout")
                 self._deliver(self.engine.abort(group, error))
             elif queue is not None and now >= queue and self.engine.progress(group).phase == "queued":
-                wait = self._load(self._streams[group].submission.pool).wait_seconds
-                self._deliver(self.engine.abort(group, queue_timeout(wait)))
+                late.append(group)
+        if late:
+            self._leave_queue(late)
+
+    def _leave_queue(self, late: list[str]) -> None:
+        """When to come back is counted without all those who leave now."""
+        scheduler, gone = self.engine.scheduler, set(late)
+        left = [request for request in scheduler.requests.values() if request.group not in gone]
+        waits = {pool: self._forecast.wait(pool, left, scheduler.limits) for pool in Pool}
+        for group in late:
+            error = queue_timeout(waits[self._streams[group].submission.pool])
+            self._deliver(self.engine.abort(group, error))
 
     def _load(self, pool: Pool) -> Load:
-        requests = self.engine.scheduler.requests.values()
-        waiting = [r for r in requests if r.seat < 0 and r.pool is pool]
-        return Load(
-            queued=len(waiting),
-            max_queue=self._max_queue[pool],
-            backlog_tokens=sum(r.limit - r.computed for r in waiting),
-            tokens_per_second=self._tokens_per_second,
-        )
+        load = Load(self.engine.scheduler.counts().waiting[pool], self._max_queue[pool])
+        return replace(load, wait=self.wait(pool)) if load.full else load
 
 
 def queue_timeout(wait: float) -> RequestError:
@@ -370,5 +389,5 @@ def queue_timeout(wait: float) -> RequestError:
         "The request waited in the queue longer than the server allows.",
         status=503,
         code="queue_timeout",
-        retry_after=max(1.0, wait),
+        retry_after=retry_after(wait),
     )

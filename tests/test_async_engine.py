@@ -159,6 +159,29 @@ async def test_a_full_queue_refuses_with_a_time_to_come_back() -> None:
         await asyncio.gather(*(read(s) for s in streams))
 
 
+# bug: 59
+@pytest.mark.parametrize("idle", [0.0, 1.0])
+async def test_the_time_to_come_back_is_right_within_a_factor_of_two(idle: float) -> None:
+    """idle: time without work before, which must not count as slow."""
+    async with running(seconds=0.02, max_queue=5, max_num_seqs=2) as serving:
+        await read(serving.submit(submission(PROMPT, "first", max_tokens=10)))
+        await asyncio.sleep(idle)
+        streams = [serving.submit(submission(PROMPT, f"r{i}", max_tokens=40)) for i in range(5)]
+        await asyncio.sleep(0.2)
+        streams += [serving.submit(submission(PROMPT, f"r{i}", max_tokens=40)) for i in (5, 6)]
+        with pytest.raises(RequestError) as error:
+            serving.submit(submission(PROMPT, "late"))
+        refused = time.monotonic()
+        await anext(streams[-1])
+        following = serving.submit(submission(PROMPT, "following", max_tokens=1))
+        await read(following)
+        true = time.monotonic() - refused
+        assert error.value.retry_after is not None
+        assert true / 2 <= error.value.retry_after <= true * 2
+        for stream in streams:
+            stream.close()
+
+
 # bug: 22
 async def test_a_prompt_that_can_never_fit_is_refused_at_once() -> None:
     async with running(num_blocks=8, block_size=4) as serving:

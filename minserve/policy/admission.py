@@ -15,19 +15,15 @@ MIN_RETRY, MAX_RETRY = 1.0, 600.0  # seconds
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a pool has before it. queued: requests; backlog_tokens: prompt and output tokens they may still take."""
+    """What a pool has before it. queued: requests. wait: seconds until a call that comes now would start."""
 
     queued: int
     max_queue: int
-    backlog_tokens: int
-    tokens_per_second: float
+    wait: float = 0.0
 
     @property
-    def wait_seconds(self) -> float:
-        """How long the backlog takes at the measured throughput; the least there is if none was measured yet."""
-        if self.tokens_per_second <= 0:
-            return MIN_RETRY
-        return min(MAX_RETRY, max(MIN_RETRY, self.backlog_tokens / self.tokens_per_second))
+    def full(self) -> bool:
+        return self.queued >= self.max_queue
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +50,20 @@ def admit(submission: Submission, limits: Limits, load: Load, *, max_model_len: 
     refusal = never_fits(len(submission.prompt), limits, max_model_len)
     if refusal is not None:
         return refusal
-    if load.queued >= load.max_queue:
+    if load.full:
         return Reject(
             503,
             "queue_full",
             f"{load.queued} requests are waiting in the {submission.pool} pool, which takes no more than "
             f"{load.max_queue}. Try again later.",
-            retry_after=load.wait_seconds,
+            retry_after=retry_after(load.wait),
         )
     return Accept()
+
+
+def retry_after(wait: float) -> float:
+    """When to come back, of how long a call would wait now."""
+    return min(MAX_RETRY, max(MIN_RETRY, wait))
 
 
 def never_fits(prompt_tokens: int, limits: Limits, max_model_len: int | None = None) -> Reject | None:

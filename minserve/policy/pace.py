@@ -6,18 +6,16 @@ learnt as running means. Owns those two numbers and nothing else.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 _WEIGHT = 0.2  # of a new measurement in the running means
 
 
 @dataclass(slots=True)
-class Pace:
-    """target: seconds a step should take. Token counts are multiples of `quantum` between it and `ceiling`."""
+class StepCost:
+    """What a step takes, in seconds. quantum: fewer prompt tokens than these say nothing of what one costs."""
 
-    target: float
     quantum: int
-    ceiling: int
     base: float = 0.0
     per_token: float = 0.0
 
@@ -29,11 +27,29 @@ class Pace:
             base = self.base if decode_tokens else 0.0
             self.per_token = _mean(self.per_token, max(seconds - base, seconds * 0.1) / prefill_tokens)
 
+
+@dataclass(slots=True)
+class Pace:
+    """target: seconds a step should take. Token counts are multiples of `quantum` between it and `ceiling`."""
+
+    target: float
+    quantum: int
+    ceiling: int
+    cost: StepCost = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.cost = StepCost(self.quantum)
+
+    def observe(self, decode_tokens: int, prefill_tokens: int, seconds: float) -> None:
+        """Learn from one finished step."""
+        self.cost.observe(decode_tokens, prefill_tokens, seconds)
+
     def chunk_tokens(self) -> int:
         """Prompt tokens for the next step in which somebody decodes; at least one quantum, so that prompts advance."""
-        if self.per_token == 0.0:
+        cost = self.cost
+        if cost.per_token == 0.0:
             return min(self.ceiling, max(self.quantum, self.ceiling // 4))
-        room = int((self.target - self.base) / self.per_token) // self.quantum * self.quantum
+        room = int((self.target - cost.base) / cost.per_token) // self.quantum * self.quantum
         return min(self.ceiling, max(self.quantum, room))
 
 
