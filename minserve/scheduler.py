@@ -66,7 +66,12 @@ class Scheduler:
     # -- requests come
 
     def submit(self, submission: Submission, seed: int, now: float) -> tuple[Request, ...]:
-        """Queue n requests "id#choice" of one prompt. RequestError if it can never fit; nothing is kept then."""
+        """Queue n requests "id#choice" of one prompt.
+
+        RequestError if they can never fit or the id is in use; nothing is kept then.
+        """
+        if submission.id in self._waiting.groups:
+            raise RequestError("A request with this id is not finished yet.", status=409, code="duplicate_id")
         refusal = never_fits(len(submission.prompt), self.limits)
         if refusal is not None:
             raise refusal.error()

@@ -11,11 +11,11 @@ from itertools import islice
 from minserve.cache import Cache, unscored
 from minserve.policy.room import RANK
 from minserve.request import Pool, Request, View
-from minserve.waiting import Waiting
+from minserve.waiting import Place, Waiting, place
 
 WINDOW = 4  # requests of a pool that can be seen beyond the free seats
 
-Frontier = dict[bytes, int]  # key of a block that is being computed -> rank of the pool that does
+Frontier = dict[bytes, tuple[int, Place]]  # key of a block that is being computed -> rank and place of who does it
 
 
 class Views:
@@ -65,12 +65,13 @@ class Views:
     def _claim(self, keys: Frontier, request: Request, blocks: int) -> None:
         key = self.cache.next_key(request, blocks)
         if key is not None:
-            keys[key] = min(RANK[request.pool], keys.get(key, RANK[request.pool]))
+            stands = RANK[request.pool], place(request)
+            keys[key] = min(stands, keys.get(key, stands))
 
     def _is_claimed(self, keys: Frontier, request: Request, blocks: int) -> bool:
-        """By its own pool or a higher one: nobody waits for a lower one."""
+        """By somebody who goes first anyway: nobody waits for who stands behind it."""
         key = self.cache.next_key(request, blocks)
-        return key is not None and keys.get(key, len(RANK)) <= RANK[request.pool]
+        return key in keys and key is not None and keys[key] < (RANK[request.pool], place(request))
 
     def _waiting(self, request: Request, frontier: Frontier) -> View:
         hit = self.cache.hit_blocks(request)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from minserve.policy.room import AGE_STEPS
 from minserve.request import Pool, Request, TokenLogprob
 
-Key = tuple[float, float, str]
+Place = tuple[int, float, str]
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class Waiting:
     def __init__(self) -> None:
         self.groups: dict[str, Group] = {}
         self.beside: Counter[Pool] = Counter()  # how many wait for their leader
-        self._lines: dict[Pool, list[tuple[Key, Request]]] = {pool: [] for pool in Pool}
+        self._lines: dict[Pool, list[tuple[Place, Request]]] = {pool: [] for pool in Pool}
 
     def add_group(self, requests: Sequence[Request]) -> None:
         leader, *siblings = requests
@@ -45,7 +45,7 @@ class Waiting:
 
     def add(self, request: Request) -> None:
         """Into its place in line: the one it had before, if it was preempted."""
-        insort(self._lines[request.pool], (_key(request), request))
+        insort(self._lines[request.pool], (place(request), request))
 
     def take(self, request: Request) -> None:
         """Out of the line, or from beside it."""
@@ -55,7 +55,7 @@ class Waiting:
             self.beside[request.pool] -= 1
             return
         line = self._lines[request.pool]
-        del line[bisect_left(line, (_key(request),))]
+        del line[bisect_left(line, (place(request),))]
 
     def line(self, pool: Pool) -> Iterator[Request]:
         return (request for _, request in self._lines[pool])
@@ -108,6 +108,7 @@ class Waiting:
             assert line == sorted(line), "a line is out of order"
 
 
-def _key(request: Request) -> Key:
-    """Sorts as `policy.room.order` does: age grows alike for all, so the order never changes."""
+def place(request: Request) -> Place:
+    """Where a request stands in its pool's line. Sorts as `policy.room.order` does: age grows alike for all, so nobody
+    ever changes places."""
     return request.priority * AGE_STEPS + request.since, request.arrival, request.id

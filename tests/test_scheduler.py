@@ -230,6 +230,17 @@ def test_what_can_never_fit_is_refused_and_leaves_nothing_behind() -> None:  # b
     assert d.tokens(name) == d.expected[name].tokens
 
 
+def test_an_id_in_use_is_refused() -> None:
+    d = driver()
+    name = d.submit("r", prompt(5))[0]
+    with pytest.raises(RequestError, match="not finished") as error:
+        d.scheduler.submit(Submission("r", (1,), SamplingParams(max_tokens=1)), 0, 0.0)
+    assert error.value.status == 409
+    d.run()
+    assert d.tokens(name) == d.expected[name].tokens
+    d.submit("r", prompt(5))
+
+
 def test_output_beyond_all_blocks_ends_by_length() -> None:  # bug: 22
     d = driver(num_blocks=50)
     name = d.submit("r", prompt(160), max_tokens=80)[0]
@@ -450,6 +461,20 @@ def test_an_interactive_request_does_not_wait_for_bulk_but_bulk_jumps_ahead() ->
     for name in (slow, fast):
         assert d.tokens(name) == d.expected[name].tokens
     d.check_idle()
+
+
+def test_nobody_waits_for_a_prefix_that_who_stands_behind_it_computes() -> None:
+    d = driver(max_seqs=3, max_step_tokens=16, chunk_tokens=16, max_rows=16)
+    d.submit("first", prompt(100), max_tokens=2)
+    d.step()
+    behind = d.submit("behind", prompt(100), priority=1, max_tokens=2)[0]
+    urgent = d.submit("urgent", prompt(100), priority=-1, max_tokens=2)[0]
+    plan = d.step()
+    assert plan.admitted == (urgent,)
+    assert plan.waits == {"prefix": 1}
+    d.run()
+    assert d.computed() < 200
+    assert all(d.tokens(name) == d.expected[name].tokens for name in (behind, urgent))
 
 
 def test_equal_outputs_end_up_in_the_same_blocks() -> None:
