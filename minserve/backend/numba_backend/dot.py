@@ -234,20 +234,32 @@ def tile_shift8(context, tile):
     return tile(tile), generate
 
 
+def _bias(combine):
+    def typer(context, tile, x, i, shift):
+        def generate(context, b, sig, args):
+            _, x, i, shift = args
+            by = splat_value(b, b.trunc(shift, I32), 16)
+            out = []
+            for r, v in enumerate(_unpack(b, sig.args[0], args[0])):
+                bias = splat_value(b, load(b, x, b.add(i, ir.Constant(I64, r)), I32), 16)
+                out.append(getattr(b, combine)(v, b.shl(bias, by)))
+            return context.make_tuple(b, sig.return_type, out)
+
+        return tile(tile, i64t, i64t, i64t), generate
+
+    return typer
+
+
 @intrinsic
 def tile_bias(context, tile, x, i, shift):
     """tile[r] + (x[i + r] << shift), x int32."""
+    return _bias("add")(context, tile, x, i, shift)
 
-    def generate(context, b, sig, args):
-        _, x, i, shift = args
-        by = splat_value(b, b.trunc(shift, I32), 16)
-        out = []
-        for r, v in enumerate(_unpack(b, sig.args[0], args[0])):
-            bias = splat_value(b, load(b, x, b.add(i, ir.Constant(I64, r)), I32), 16)
-            out.append(b.add(v, b.shl(bias, by)))
-        return context.make_tuple(b, sig.return_type, out)
 
-    return tile(tile, i64t, i64t, i64t), generate
+@intrinsic
+def tile_unbias(context, tile, x, i, shift):
+    """tile[r] - (x[i + r] << shift), x int32."""
+    return _bias("sub")(context, tile, x, i, shift)
 
 
 def _accumulate(b, kind, tile, scale, d, acc, m, addend):

@@ -25,6 +25,7 @@ from minserve.backend.numba_backend.dot import (
     tile_bias,
     tile_shift8,
     tile_store,
+    tile_unbias,
     zeros_f32,
     zeros_i32,
 )
@@ -110,27 +111,35 @@ def affine(w, scale, minimum, planes, n, q, d, s, acc):
 
 
 @inlined
-def symmetric(w, scale, shift, planes, first, n, q, d, p, acc):
-    """Weights scale * (w - 2^shift). p: minus the sums of q; first: byte of the group's q that w starts at."""
+def symmetric(w, scale, shift, planes, first, n, q, d, p, less, acc):
+    """Weights scale * (w - 2^shift). p: minus the sums of q, and less, if not 0, what of them belongs to other
+    weights; first: byte of the group's q that w starts at."""
     m = 0
     if planes == 2:
         while m + 4 <= n:
             t = tile_shift8(dot_tile(zeros_i32(4), w, q, m * 64 + first, 64))
-            add_scaled(dot_tile(tile_bias(t, p, m, shift), w, q, m * 64 + first + 32, 64), scale, d, acc, m)
+            add_scaled(dot_tile(signed(t, p, less, m, shift), w, q, m * 64 + first + 32, 64), scale, d, acc, m)
             m += 4
         while m < n:
             t1 = tile_shift8(dot_tile(zeros_i32(1), w, q, m * 64 + first, 64))
-            add_scaled(dot_tile(tile_bias(t1, p, m, shift), w, q, m * 64 + first + 32, 64), scale, d, acc, m)
+            add_scaled(dot_tile(signed(t1, p, less, m, shift), w, q, m * 64 + first + 32, 64), scale, d, acc, m)
             m += 1
     else:
         while m + 4 <= n:
-            t = tile_bias(zeros_i32(4), p, m, shift)
+            t = signed(zeros_i32(4), p, less, m, shift)
             add_scaled(dot_tile(t, w, q, m * 32 + first, 32), scale, d, acc, m)
             m += 4
         while m < n:
-            t1 = tile_bias(zeros_i32(1), p, m, shift)
+            t1 = signed(zeros_i32(1), p, less, m, shift)
             add_scaled(dot_tile(t1, w, q, m * 32 + first, 32), scale, d, acc, m)
             m += 1
+
+
+@inlined
+def signed(t, p, less, m, shift):
+    """What 2^shift too much in every weight adds to a dot product, taken off."""
+    t = tile_bias(t, p, m, shift)
+    return tile_unbias(t, less, m, shift) if less else t
 
 
 # -- one block of 16 rows against a tile of n tokens: acc[m][16] += w . x[m]
@@ -165,7 +174,7 @@ def block_q4_0(w, groups, planes, n, x, acc):
     for g in range(groups):
         v, s = group_at(w, g, 256, 32)
         i = g * n
-        symmetric(nibbles(v), load_f16(s, 0), 3, planes, 0, n, q + i * 32 * planes, d + i * 4, p + i * 4, acc)
+        symmetric(nibbles(v), load_f16(s, 0), 3, planes, 0, n, q + i * 32 * planes, d + i * 4, p + i * 4, 0, acc)
 
 
 @inlined
@@ -185,7 +194,7 @@ def block_q5_0(w, groups, planes, n, x, acc):
     for g in range(groups):
         v, s = group_at(w, g, 320, 32)
         i = g * n
-        symmetric(five_bits(v), load_f16(s, 0), 4, planes, 0, n, q + i * 32 * planes, d + i * 4, p + i * 4, acc)
+        symmetric(five_bits(v), load_f16(s, 0), 4, planes, 0, n, q + i * 32 * planes, d + i * 4, p + i * 4, 0, acc)
 
 
 @inlined
@@ -205,7 +214,7 @@ def block_q8_0(w, groups, planes, n, x, acc):
     for g in range(groups):
         v, s = group_at(w, g, 512, 32)
         i = g * n
-        symmetric(whole_bytes(v), load_f16(s, 0), 7, planes, 0, n, q + i * 32 * planes, d + i * 4, p + i * 4, acc)
+        symmetric(whole_bytes(v), load_f16(s, 0), 7, planes, 0, n, q + i * 32 * planes, d + i * 4, p + i * 4, 0, acc)
 
 
 @inlined
@@ -237,8 +246,10 @@ def block_q6_k(w, groups, planes, n, x, acc):
         v, factor = nibbles(w6), load_f16(f, 0)
         low, high = load_signed(s, 0) * factor, load_signed(s, 16) * factor
         qg, dg, i = q + g * n * 32 * planes, d + g * n * 4, g * n * 4
-        symmetric(six_bits(v[0], v[1], v[2], v[3], load_u8(w6, 256)), low, 5, planes, 0, n, qg, dg, half + i, acc)
-        symmetric(six_bits(v[4], v[5], v[6], v[7], load_u8(w6, 320)), high, 5, planes, 16, n, qg, dg, p + i, acc)
+        symmetric(six_bits(v[0], v[1], v[2], v[3], load_u8(w6, 256)), low, 5, planes, 0, n, qg, dg, half + i, 0, acc)
+        symmetric(
+            six_bits(v[4], v[5], v[6], v[7], load_u8(w6, 320)), high, 5, planes, 16, n, qg, dg, p + i, half + i, acc
+        )
 
 
 @inlined

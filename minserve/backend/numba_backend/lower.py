@@ -10,7 +10,7 @@ can. It must not know where buffers lie or how threads meet (tape.py). Fused are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from minserve.backend.base import BackendError, Heads, StepLimits
-from minserve.backend.numba_backend import attention, embed, linear, quantize, rope
+from minserve.backend.numba_backend import attention, embed, linear, quantize, rope, sampling
 from minserve.backend.numba_backend.jit import Kernel
 from minserve.backend.numba_backend.layout import (
     BF16_PLANE,
@@ -116,6 +116,16 @@ class Lowering:
         for value in values:
             getattr(self, "_" + value.op)(value)
         self.out = self.buffers[self.result]
+
+    def sample(self, vocab: int, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Draw a token from each row of the result. arrays: the fields of sample_rows that the host fills."""
+        padded = width(vocab)
+        self.scratch_bytes = max(self.scratch_bytes, sampling.scratch_bytes(padded))
+        words: dict[str, Any] = {"logits": self.out, "vocab": vocab, "padded": padded, **arrays}
+        words |= {"scratch": SCRATCH, "scratch_stride": SCRATCH_STRIDE}
+        pattern = by_rows(self.result.rows)
+        access = Access(self.out, pattern), Access(self.out, pattern, write=True)
+        self._emit(sampling.sample_rows, self.result.rows, words, *access)
 
     # -- helpers
 

@@ -33,10 +33,12 @@ from minserve.backend.numba_backend.layout import (
 )
 from minserve.backend.numba_backend.lower import Lowering
 from minserve.backend.numba_backend.recorder import LayerCache, Recorder, Value, in_order
+from minserve.backend.numba_backend.sampling import DRAW, SKIP
 from minserve.backend.numba_backend.tape import Tape
 from minserve.backend.numba_backend.team import Team
 from minserve.backend.sampling import Seats, check_ids, sample
-from minserve.batch import Batch, Float32, Int32, Sampled
+from minserve.batch import Batch, Float32, Int32, Sampled, SamplingArrays
+from minserve.request import TokenLogprob
 
 
 class StepBuffers:
@@ -72,6 +74,44 @@ class StepBuffers:
         self.header[[T_ROWS, REQUESTS, S_ROWS]] = batch.num_tokens, requests, batch.num_rows
 
 
+class SamplingBuffers:
+    """What sample_rows reads, and the tokens it draws."""
+
+    def __init__(self, rows: int) -> None:
+        kinds = {"kinds": np.int32, "tokens": np.int32, "top_k": np.int32}
+        names = ("kinds", "temperature", "top_k", "top_p", "min_p", "uniforms", "tokens")
+        self.arrays = {name: aligned(4 * rows).view(kinds.get(name, np.float32)) for name in names}
+
+    def fill(self, arrays: SamplingArrays, plain: npt.NDArray[np.bool_]) -> None:
+        count = len(plain)
+        for name in ("temperature", "top_k", "top_p", "min_p", "uniforms"):
+            self.arrays[name][:count] = getattr(arrays, name)
+        self.arrays["kinds"][:count] = np.where(plain, DRAW, SKIP)
+
+
+def plain_rows(arrays: SamplingArrays) -> npt.NDArray[np.bool_]:
+    """Rows that temperature, top_k, top_p and min_p describe fully: [S]."""
+    plain: npt.NDArray[np.bool_] = (arrays.targets < 0) & (arrays.logprobs < 0) & (np.diff(arrays.bias_starts) == 0)
+    plain &= (arrays.penalties == np.array([0, 0, 1], np.float32)).all(axis=1)
+    if arrays.mask is not None:
+        plain &= (arrays.mask == np.uint32(0xFFFFFFFF)).all(axis=1)
+    return plain
+
+
+def select_rows(arrays: SamplingArrays, rows: npt.NDArray[np.intp]) -> SamplingArrays:
+    """The same arrays for some of the rows."""
+    starts, stops = arrays.bias_starts[rows], arrays.bias_starts[rows + 1]
+    owned = np.concatenate([np.arange(a, b) for a, b in zip(starts, stops, strict=True)] or [np.zeros(0, np.intp)])
+    per_row = ("temperature", "top_p", "top_k", "min_p", "uniforms", "penalties", "logprobs", "targets", "seats")
+    return SamplingArrays(
+        **{name: getattr(arrays, name)[rows] for name in per_row},
+        bias_starts=np.concatenate([[0], np.cumsum(stops - starts)]).astype(np.int32),
+        bias_ids=arrays.bias_ids[owned.astype(np.intp)],
+        bias_values=arrays.bias_values[owned.astype(np.intp)],
+        mask=None if arrays.mask is None else arrays.mask[rows],
+    )
+
+
 class NumbaProgram:
     """The contract's Program."""
 
@@ -93,6 +133,8 @@ class NumbaProgram:
         if not isinstance(result, Value) or result.rows != S_ROWS or result.cols != spec.vocab_size:
             raise BackendError("the forward pass must end in logits [S, vocab]")
         lowering = Lowering(in_order(result), limits, self._buffers.words, planes)
+        self._sampling = SamplingBuffers(limits.max_rows)
+        lowering.sample(spec.vocab_size, self._sampling.arrays)
         compile_kernels(lowering, progress)
         self.tape = Tape(lowering, threads)
         self._logits = self.tape.view(self.tape.out, limits.max_rows, width(spec.vocab_size))
@@ -100,22 +142,32 @@ class NumbaProgram:
 
     def run(self, batch: Batch) -> Sampled:
         check_ids(batch.sampling, self._spec.vocab_size)
-        logits = self._compute(batch)
+        arrays, plain = batch.sampling, plain_rows(batch.sampling)
+        logits = self._compute(batch, plain)
         for reset in batch.resets:
             self._seats.reset(reset)
-        return sample(logits, batch.sampling, self._seats)
+        tokens = self._sampling.arrays["tokens"][: len(plain)].copy()
+        logprobs: list[TokenLogprob | None] = [None] * len(tokens)
+        left = np.flatnonzero(~plain)
+        if len(left):
+            rest = sample(logits[left], select_rows(arrays, left), self._seats)
+            tokens[left] = rest.tokens
+            for s, logprob in zip(left, rest.logprobs, strict=True):
+                logprobs[s] = logprob
+        return Sampled(tokens, tuple(logprobs))
 
     def logits(self, batch: Batch) -> Float32:
-        return self._compute(batch).copy()
+        return self._compute(batch, np.zeros(batch.num_rows, np.bool_)).copy()
 
-    def _compute(self, batch: Batch) -> Float32:
-        """The step's logits [S, vocab]: a view that the next step overwrites."""
+    def _compute(self, batch: Batch, plain: npt.NDArray[np.bool_]) -> Float32:
+        """The step's logits [S, vocab]: a view that the next step overwrites. Draws the plain rows' tokens."""
         self._check(batch)
         if len(batch.copies):
             source, destination = batch.copies[:, 0], batch.copies[:, 1]
             for cache in self._cache:
                 cache.words[:, destination] = cache.words[:, source]
         self._buffers.fill(batch)
+        self._sampling.fill(batch.sampling, plain)
         self.team.run()
         return self._logits[: batch.num_rows, : self._spec.vocab_size]
 

@@ -303,6 +303,29 @@ def vmin(b, x, y):
     return b.select(b.fcmp_ordered("<", x, y), x, y)
 
 
+def lane_bits(b, mask):
+    """16 booleans as the low bits of an int64."""
+    return b.zext(b.bitcast(mask, I16), I64)
+
+
+@op(i64t, f32x16, f32x16)
+def unordered(b, x, y):
+    """A bit per lane in which x or y is NaN."""
+    return lane_bits(b, b.fcmp_unordered("uno", x, y))
+
+
+@op(i64t, f32x16, f32x16)
+def count_at_least(b, x, low):
+    """How many lanes have x >= low."""
+    return call(b, "llvm.ctpop.i64", I64, lane_bits(b, b.fcmp_ordered(">=", x, low)))
+
+
+@op(f32x16, f32x16, f32x16, f32x16)
+def keep_at_least(b, x, y, low):
+    """x where y >= low, else 0."""
+    return b.select(b.fcmp_ordered(">=", y, low), x, constant(F32, 16, 0.0))
+
+
 @op(f32x16, f32x16)
 def vabs(b, x):
     return call(b, "llvm.fabs.v16f32", f32x16.ir, x)
@@ -347,6 +370,11 @@ def times_power(b, x, n):
 @op(i64t, f32t)
 def float_bits(b, x):
     return b.zext(b.bitcast(x, I32), I64)
+
+
+@op(f32t, i64t)
+def bits_float(b, bits):
+    return b.bitcast(b.trunc(bits, I32), F32)
 
 
 def _operator(operation, kind, emit):
