@@ -183,6 +183,7 @@ class AsyncEngine:
         self._last_step: float | None = None
         self._forecast = Forecast(engine.scheduler.limits.block_size)
         self._waits: dict[Pool, tuple[tuple[int, int], float]] = {}
+        self._paused: Callable[[], frozenset[Pool]] = frozenset
 
     # -- what the server calls
 
@@ -243,6 +244,10 @@ class AsyncEngine:
             known = self._waits[pool] = moment, seconds
         return known[1]
 
+    def pause(self, pools: Callable[[], frozenset[Pool]]) -> None:
+        """Ask `pools` before every step which pools get nothing in it; they keep what the others don't need."""
+        self._paused = pools
+
     def requests(self) -> list[LiveRequest]:
         """What runs and what waits, in order of arrival."""
         return [
@@ -301,6 +306,7 @@ class AsyncEngine:
     async def _step(self) -> None:
         self._drain_inbox()
         self._expire()
+        self.engine.paused = self._paused()
         step = self.engine.begin()
         if not step.plan.chunks:
             # Nothing can run now: deliver what the plan ended, then let aborts and submits in.

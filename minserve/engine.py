@@ -104,6 +104,7 @@ class Engine:
         self.clock = clock
         limits = scheduler.limits
         self.pace = Pace(itl_target, quantum=limits.block_size, ceiling=limits.max_step_tokens)
+        self.paused: frozenset[Pool] = frozenset()  # pools that get nothing in the next steps
         self._transcripts: dict[str, Transcript] = {}
         self._groups: dict[str, list[str]] = {}
 
@@ -163,7 +164,9 @@ class Engine:
     def begin(self) -> Step:
         """Decide what this step computes and lay it out as arrays."""
         started = self.clock()
-        self.scheduler.limits = replace(self.scheduler.limits, chunk_tokens=self.pace.chunk_tokens())
+        self.scheduler.limits = replace(
+            self.scheduler.limits, chunk_tokens=self.pace.chunk_tokens(), paused=self.paused
+        )
         plan = self.scheduler.plan()
         planned = self.clock()
         for request_id in plan.admitted:

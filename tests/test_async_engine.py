@@ -218,6 +218,28 @@ async def test_ceilings_on_queue_time_and_total_time_hold() -> None:
         assert first.outcomes[0].usage.completion > 0
 
 
+async def test_a_paused_pool_stands_still_and_goes_on_where_it_was() -> None:
+    async with running(seconds=0.005) as serving:
+        alone = await read(serving.submit(submission(PROMPT, "alone", max_tokens=40)))
+        paused = False
+        serving.pause(lambda: frozenset([Pool.BULK]) if paused else frozenset())
+        bulk = serving.submit(submission(PROMPT, "bulk", pool=Pool.BULK, max_tokens=40))
+        deltas = await anext(bulk)
+        paused = True
+        queued = serving.submit(submission([1, *PROMPT], "queued", pool=Pool.BULK))
+        await read(serving.submit(submission(PROMPT, "other")))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                while True:
+                    deltas += await anext(bulk)
+        assert 0 < sum(len(delta.token_ids) for delta in deltas) < 40
+        assert queued.progress.phase == "queued"
+        paused = False
+        deltas += await read(bulk)
+        assert [i for d in deltas for i in d.token_ids] == [i for d in alone for i in d.token_ids]
+        assert (await read(queued))[-1].finish is FinishReason.LENGTH
+
+
 # bug: 63
 async def test_drain_finishes_what_runs_and_refuses_the_rest() -> None:
     async with running(seconds=0.005) as serving:

@@ -31,6 +31,7 @@ class Limits:
     chunk_tokens: prompt tokens of a step while somebody decodes. max_rows: logit rows of a step. watermark_blocks: an
     admission leaves this many free, for those who decode. Seats never exceed tokens or rows: so everybody who decodes
     gets a token and a row in every step, and no rule has to say who goes without.
+    paused: pools that get nothing now and are promised nothing; what they hold is lent to the others.
     """
 
     block_size: int
@@ -41,6 +42,7 @@ class Limits:
     max_rows: int
     watermark_blocks: int
     pools: Mapping[Pool, PoolLimits]
+    paused: frozenset[Pool] = frozenset()
 
     def __post_init__(self) -> None:
         for name in ("block_size", "num_blocks", "max_seqs", "chunk_tokens"):
@@ -73,6 +75,8 @@ class Limits:
         return min(seats, self.pools[pool].max_seqs)
 
     def promised_blocks(self, pool: Pool) -> int:
+        if pool in self.paused:
+            return 0
         total = sum(p.kv_share for p in self.pools.values())
         return int(self.pools[pool].kv_share / max(1.0, total) * self.num_blocks)
 
@@ -82,5 +86,7 @@ class Limits:
         return int((step + 1) * part) - int(step * part)
 
     def _token_share(self, pool: Pool) -> float:
+        if pool in self.paused:
+            return 0.0
         total = sum(p.token_share for p in self.pools.values())
         return self.pools[pool].token_share / max(1.0, total)

@@ -14,6 +14,7 @@ The rules, in the order in which they are applied:
 6. No block left: the last in order of the lowest pool that has no chunk in this plan goes back to the queue. One that
    finds no victim waits a step with its blocks; one that is alone ends.
 7. Drafts get what is left.
+8. A paused pool gets nothing. What it holds is lent like anything beyond a promise.
 """
 
 from __future__ import annotations
@@ -53,12 +54,15 @@ class _Planner:
         waiting = sorted(waiting, key=order)
         self.exhausted = [view.id for view in waiting if view.known > limits.capacity]
         waiting = [view for view in waiting if view.known <= limits.capacity]
+        paused = [view.id for view in waiting if view.pool in limits.paused]
+        waiting = [view for view in waiting if view.pool not in limits.paused]
         self.alone = len(running) == 1
         self.room = Room(running, waiting, free_blocks, limits)
         self.decoding: dict[Pool, list[View]] = {pool: [] for pool in Pool}
         self.prompt: dict[Pool, list[View]] = {pool: [] for pool in Pool}
         for view in sorted(running, key=order):
-            (self.decoding if view.known - view.computed == 1 else self.prompt)[view.pool].append(view)
+            if view.pool not in limits.paused:
+                (self.decoding if view.known - view.computed == 1 else self.prompt)[view.pool].append(view)
         self.waiting: dict[Pool, list[View]] = {pool: [] for pool in Pool}
         for view in waiting:
             self.waiting[view.pool].append(view)
@@ -76,7 +80,7 @@ class _Planner:
         )
         self.granted: list[Part] = []  # those with a chunk, in the order of the plan
         self.admitted: list[str] = []
-        self.refused: dict[str, str] = {}
+        self.refused: dict[str, str] = dict.fromkeys(paused, "paused")
         self.closed = self._closed_above()
 
     # -- rule 2

@@ -374,3 +374,31 @@ def test_a_plan_depends_on_nothing_but_its_arguments() -> None:
     assert plan(running[::-1], waiting[::-1], free=20) == first
     assert (running, waiting) == before
     assert INTERACTIVE is not BULK
+
+
+# -- 8. pauses
+
+PAUSED = make_limits(num_blocks=20, max_seqs=4, paused=frozenset([BULK]))
+
+
+def test_a_paused_pool_gets_nothing_and_keeps_what_nobody_needs() -> None:
+    running = [decode("talking", 9), decode("bulk", 9, pool=BULK), view("bulk reading", 20, 8, pool=BULK)]
+    planned = plan(running, [view("bulk new", 4, pool=BULK)], free=10, limits=PAUSED)
+    assert list(counts(planned)) == ["talking"]
+    assert planned.preempted == ()
+    assert planned.waits == {"paused": 1}
+
+
+def test_promises_to_a_paused_pool_do_not_count() -> None:
+    running = [decode(f"bulk{i}", 17, pool=BULK) for i in range(4)]
+    waiting = [view(f"new{i}", 16, skips=1) for i in range(4)]
+    planned = plan(running, waiting, free=0, limits=PAUSED)
+    assert set(planned.admitted) == {"new0", "new1", "new2", "new3"}
+    assert set(planned.preempted) == {f"bulk{i}" for i in range(4)}
+
+
+def test_a_paused_pool_is_not_overtaken() -> None:
+    waiting = [view("bulk", 4, pool=BULK, skips=MAX_SKIPS_BELOW), view("new", 4)]
+    planned = plan([decode("talking", 9)], waiting, limits=PAUSED)
+    assert planned.admitted == ("new",)
+    assert planned.skipped == ()

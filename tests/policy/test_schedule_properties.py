@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -194,3 +194,14 @@ def test_the_order_in_which_views_come_does_not_matter(world: World, rng: object
     rng.shuffle(running)  # type: ignore[attr-defined]
     rng.shuffle(waiting)  # type: ignore[attr-defined]
     assert World(world.step, running, waiting, world.free, world.limits).plan() == world.plan()
+
+
+@thorough
+@given(worlds())
+def test_a_paused_pool_gets_nothing(world: World) -> None:
+    plan = World(**{**vars(world), "limits": replace(world.limits, paused=frozenset([Pool.BULK]))}).plan()
+    newcomers = {name for name in plan.admitted if "#" not in name}
+    assert all(world.views[chunk.request_id].pool is Pool.INTERACTIVE for chunk in plan.chunks)
+    assert all(world.views[name].pool is Pool.INTERACTIVE for name in (*newcomers, *plan.skipped))
+    waiting = [v for v in world.waiting if v.id not in newcomers and v.id not in plan.exhausted]
+    assert plan.waits.get("paused", 0) == sum(v.pool is Pool.BULK for v in waiting)
