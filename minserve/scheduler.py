@@ -128,7 +128,7 @@ class Scheduler:
                 break
             waiting = [view._replace(blocked=True) if view.id in rivals else view for view in waiting]
         waits = Counter(plan.waits)
-        waits["queue"] += sum(map(self._waiting.in_line, Pool)) - len(waiting)
+        waits["queue"] += self._waiting.in_line.total() - len(waiting)
         waits["group"] += self._waiting.beside.total() - (len(plan.admitted) - len(admitted))
         return replace(plan, waits=dict(+waits))
 
@@ -273,7 +273,7 @@ class Scheduler:
         blocks = self._cache.blocks
         return Counts(
             running={pool: running[pool] for pool in Pool},
-            waiting={pool: self._waiting.in_line(pool) + self._waiting.beside[pool] for pool in Pool},
+            waiting={pool: self._waiting.in_line[pool] + self._waiting.beside[pool] for pool in Pool},
             blocks_total=blocks.total,
             blocks_free=blocks.free,
             blocks_cached=blocks.cached,

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from itertools import islice
 
 from minserve.cache import Cache, unscored
-from minserve.policy.room import RANK
-from minserve.request import Pool, Request, View
+from minserve.policy.room import POOLS, RANK
+from minserve.request import Request, View
 from minserve.waiting import Place, Waiting, place
 
 WINDOW = 4  # requests of a pool that can be seen beyond the free seats
@@ -34,7 +34,7 @@ class Views:
         So a long queue costs a step no more than a short one.
         """
         views: list[View] = []
-        for pool in Pool:
+        for pool in POOLS:
             most = WINDOW + free_seats
             for request in islice(self.waiting.line(pool), 4 * most):
                 view = self._waiting(request, frontier)

@@ -34,7 +34,8 @@ class Group:
 class Waiting:
     def __init__(self) -> None:
         self.groups: dict[str, Group] = {}
-        self.beside: Counter[Pool] = Counter()  # how many wait for their leader
+        self.in_line: Counter[Pool] = Counter()
+        self.beside: Counter[Pool] = Counter()  # waiting for their leader
         self._lines: dict[Pool, list[tuple[Place, Request]]] = {pool: [] for pool in Pool}
 
     def add_group(self, requests: Sequence[Request]) -> None:
@@ -46,6 +47,7 @@ class Waiting:
     def add(self, request: Request) -> None:
         """Into its place in line: the one it had before, if it was preempted."""
         insort(self._lines[request.pool], (place(request), request))
+        self.in_line[request.pool] += 1
 
     def take(self, request: Request) -> None:
         """Out of the line, or from beside it."""
@@ -56,6 +58,7 @@ class Waiting:
             return
         line = self._lines[request.pool]
         del line[bisect_left(line, (place(request),))]
+        self.in_line[request.pool] -= 1
 
     def line(self, pool: Pool) -> Iterator[Request]:
         return (request for _, request in self._lines[pool])
@@ -93,15 +96,13 @@ class Waiting:
         if group.members == 0:
             del self.groups[request.group]
 
-    def in_line(self, pool: Pool) -> int:
-        return len(self._lines[pool])
-
     def check(self, waiting: Iterable[Request]) -> None:
         """The invariant: each of these is in line or beside it, once, and nobody else is."""
         placed = [request.id for pool in Pool for request in self.line(pool)]
         for name, group in self.groups.items():
             placed += [sibling.id for sibling in group.siblings]
             assert group.leader is not None or not group.siblings, f"{name}: siblings wait for nobody"
+        assert all(self.in_line[pool] == len(line) for pool, line in self._lines.items()), "lines miscounted"
         assert self.beside.total() == sum(len(group.siblings) for group in self.groups.values()), "siblings miscounted"
         assert sorted(placed) == sorted(request.id for request in waiting), f"in line or beside it: {placed}"
         for line in self._lines.values():

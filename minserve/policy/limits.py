@@ -57,6 +57,9 @@ class Limits:
             raise ValueError(f"watermark_blocks is {self.watermark_blocks}; it must not be negative")
         if missing := set(Pool) - set(self.pools):
             raise ValueError(f"pools lacks {', '.join(sorted(missing))}")
+        for pool, limits in self.pools.items():
+            if limits.max_seqs < 1:
+                raise ValueError(f"max_seqs of pool {pool} is {limits.max_seqs}; it must be at least 1")
 
     @property
     def capacity(self) -> int:

@@ -17,7 +17,8 @@ MAX_SKIPS = 8  # steps in which later requests of its pool may overtake a reques
 MAX_SKIPS_BELOW = 256  # steps in which a higher pool may overtake a pool that has nothing running
 MAX_PREEMPTIONS = 3  # after these a request comes back only with room for all it may ever need
 
-RANK = {pool: rank for rank, pool in enumerate(Pool)}  # interactive before bulk
+POOLS = tuple(Pool)  # interactive before bulk
+RANK = {pool: rank for rank, pool in enumerate(POOLS)}
 
 
 def order(view: View) -> tuple[int, float, str]:
@@ -210,7 +211,7 @@ class Room:
         """Who waits in the other pools."""
         return {
             other: [view for view in self._wanting.values() if view.pool is other]
-            for other in Pool
+            for other in POOLS
             if other is not pool
         }
 

@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from minserve.policy.limits import Limits, PoolLimits
-from minserve.policy.room import MAX_SKIPS, RANK, Part, Room, order, starving
+from minserve.policy.room import MAX_SKIPS, POOLS, RANK, Part, Room, order, starving
 from minserve.request import Chunk, Pool, StepPlan, View
 
 __all__ = ["Limits", "PlanFunction", "PoolLimits", "order", "plan_step"]
@@ -38,7 +38,7 @@ def plan_step(
 ) -> StepPlan:
     """Decide one step. `free_blocks` counts blocks that nobody holds, cached ones included; changes nothing."""
     plan = _Planner(step, running, waiting, free_blocks, limits)
-    for pool in Pool:
+    for pool in POOLS:
         plan.decode(pool)
         plan.prompts(pool)
     plan.hand_out_rest()
@@ -58,12 +58,12 @@ class _Planner:
         waiting = [view for view in waiting if view.pool not in limits.paused]
         self.alone = len(running) == 1
         self.room = Room(running, waiting, free_blocks, limits)
-        self.decoding: dict[Pool, list[View]] = {pool: [] for pool in Pool}
-        self.prompt: dict[Pool, list[View]] = {pool: [] for pool in Pool}
+        self.decoding: dict[Pool, list[View]] = {pool: [] for pool in POOLS}
+        self.prompt: dict[Pool, list[View]] = {pool: [] for pool in POOLS}
         for view in sorted(running, key=order):
             if view.pool not in limits.paused:
                 (self.decoding if view.known - view.computed == 1 else self.prompt)[view.pool].append(view)
-        self.waiting: dict[Pool, list[View]] = {pool: [] for pool in Pool}
+        self.waiting: dict[Pool, list[View]] = {pool: [] for pool in POOLS}
         for view in waiting:
             self.waiting[view.pool].append(view)
         decodes = sum(len(views) for views in self.decoding.values())
@@ -106,7 +106,7 @@ class _Planner:
     def hand_out_rest(self) -> None:
         """Prompt tokens that were kept in vain go round again; drafts get what nobody else could use."""
         if self.kept and self.budget:
-            for pool in Pool:
+            for pool in POOLS:
                 self._share_out(pool)
         tokens = self.limits.max_step_tokens - sum(part.count for part in self.granted)
         for part in self.granted:
@@ -156,7 +156,7 @@ class _Planner:
             admitted=(*self.admitted, *(fork for part in self.granted for fork in part.forks)),
             preempted=tuple(self.room.preempted),
             exhausted=tuple(self.exhausted),
-            skipped=tuple(view.id for pool in Pool for view in self._overtaken(pool)),
+            skipped=tuple(view.id for pool in POOLS for view in self._overtaken(pool)),
             waits=Counter(self.refused.values()),
         )
 
@@ -177,7 +177,7 @@ class _Planner:
         if reason == "seats":  # what the first can't have, nobody behind it gets
             self.closed[view.pool] = reason
         elif not closed and reason in STUCK and view.skips >= MAX_SKIPS:
-            self.closed.update({pool: reason for pool in Pool if RANK[pool] >= RANK[view.pool]})
+            self.closed.update({pool: reason for pool in POOLS if RANK[pool] >= RANK[view.pool]})
         return False
 
     def _refusal(self, view: View) -> str | None:
@@ -192,15 +192,17 @@ class _Planner:
         closed: dict[Pool, str] = {}
         for pool, views in self.waiting.items():
             if views and starving(views[0]) and not self.room.seats[pool]:
-                closed.update({above: "pool_share" for above in Pool if RANK[above] < RANK[pool]})
+                closed.update({above: "pool_share" for above in POOLS if RANK[above] < RANK[pool]})
         return closed
 
     def _overtaken(self, pool: Pool) -> list[View]:
         """Waiting requests that did not fit while a later one of their pool, or one of a higher pool, came in."""
+        if not self.admitted:
+            return []
         line, admitted = self.waiting[pool], set(self.admitted)
         last = max((place for place, view in enumerate(line) if view.id in admitted), default=-1)
         passed = [view for view in line[:last] if self.refused.get(view.id) in STUCK]
-        above = any(v.id in admitted for p in Pool if RANK[p] < RANK[pool] for v in self.waiting[p])
+        above = any(v.id in admitted for p in POOLS if RANK[p] < RANK[pool] for v in self.waiting[p])
         if line and above and not passed and not self.room.seats[pool]:
             passed = line[:1]
         return passed
@@ -208,7 +210,7 @@ class _Planner:
     def _promised_below(self, pool: Pool) -> int:
         """Prompt tokens that lower pools were promised and want."""
         promised = 0
-        for below in Pool:
+        for below in POOLS:
             if RANK[below] > RANK[pool]:
                 wanting = [v for v in self.waiting[below] if not v.blocked] + self.prompt[below]
                 wanted = sum(view.known - view.computed for view in wanting)

@@ -20,6 +20,7 @@ from tests.policy.plans import BULK, INTERACTIVE, make_limits, pools
         ({"chunk_tokens": 65}, "chunk_tokens"),
         ({"watermark_blocks": -1}, "watermark_blocks"),
         ({"pools": {}}, "pools lacks bulk, interactive"),
+        ({"pools": pools(max_seqs=(1, 0))}, "max_seqs of pool bulk"),
     ],
 )
 def test_limits_that_contradict_each_other_are_refused_by_name(fields: dict[str, Any], named: str) -> None:

@@ -352,7 +352,7 @@ def test_drafts_preempt_nobody() -> None:
         (view("w", 4), make_limits(watermark_blocks=1000), "blocks"),
         (view("w", 4, blocked=True), make_limits(), "prefix"),
         (view("w", 4), make_limits(max_step_tokens=10, max_seqs=1, pools=pools(max_seqs=(1, 1))), "seats"),
-        (view("w", 4, pool=BULK), make_limits(pools=pools(max_seqs=(10, 0))), "seats"),
+        (view("w", 4), make_limits(pools=pools(max_seqs=(1, 10))), "seats"),
     ],
 )
 def test_a_refusal_has_a_reason(waiting: View, limits: object, reason: str) -> None:
