@@ -6,6 +6,7 @@ plans or results; of a request it changes `seat`, `blocks`, `computed` and `cach
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -57,10 +58,10 @@ class Cache:
 
     def unheld(self, request: Request, hit: int) -> int:
         """How many of the first `hit` blocks nobody holds: the last ones, for who holds a block holds its ancestors."""
-        chain, count = self._chains[request.id], 0
-        while count < hit and not self.blocks.is_held(chain.block(self.blocks, hit - 1 - count)):
-            count += 1
-        return count
+        chain = self._chains[request.id]
+        return hit - bisect_left(
+            range(hit), True, key=lambda index: not self.blocks.is_held(chain.block(self.blocks, index))
+        )
 
     def next_key(self, request: Request, blocks: int) -> bytes | None:
         """The key of the block after the first `blocks`, if the known tokens fill it and it may be shared."""

@@ -128,6 +128,31 @@ def test_found_blocks_cost_only_what_nobody_holds() -> None:
     assert plan([talking], [shared._replace(free_hits=10)], free=11).admitted == ("shared",)
 
 
+def test_nobody_gets_a_seat_that_an_earlier_one_was_refused() -> None:
+    """The second was overtaken often, so promises don't hold it back; but the first comes first."""
+    running = [decode(f"i{i}", 5) for i in range(4)] + [decode("b", 5, pool=BULK)]
+    waiting = [view("first", 4), view("second", 4, arrival=1.0, skips=MAX_SKIPS)]
+    limits = make_limits(max_seqs=5)
+    assert plan(running, waiting, limits=limits).admitted == ()
+    assert plan(running, waiting[1:], limits=limits).preempted == ("b",)
+
+
+def test_who_was_passed_is_told_even_if_it_lacks_something_else_in_the_end() -> None:
+    """`passed` lacks blocks when `small` comes in, which then has the last seat."""
+    waiting = [
+        view("leader", 4, limit=5),
+        view("passed", 24, arrival=1.0),
+        view("small", 4, arrival=2.0),
+        view("bulk", 80, pool=BULK),
+    ]
+    limits = make_limits(
+        num_blocks=20, max_seqs=3, pools=pools(max_seqs=(2, 1), kv_share=(0.1, 0.9)), max_step_tokens=12, chunk_tokens=1
+    )
+    planned = plan([], waiting, free=20, limits=limits)
+    assert planned.admitted[:2] == ("leader", "small")
+    assert "passed" in planned.skipped
+
+
 # -- 5. pools
 
 
@@ -211,6 +236,13 @@ def test_a_pool_with_nothing_running_is_not_overtaken_for_ever() -> None:  # bug
     planned = plan([], [view("i", 4), bulk._replace(skips=MAX_SKIPS_BELOW)], limits=limits)
     assert planned.admitted == ("b",)
     assert planned.waits == {"pool_share": 1}
+
+
+def test_a_pool_with_something_running_holds_nobody_above_it_up() -> None:
+    running = [decode("b0", 5, pool=BULK)]
+    waiting = [view("i", 4), view("b1", 4000, pool=BULK, skips=MAX_SKIPS_BELOW)]
+    assert plan(running, waiting, free=20).admitted == ("i",)
+    assert plan([decode("i0", 5)], waiting, free=20).admitted == ()
 
 
 # -- 6. no block left
