@@ -240,9 +240,9 @@ def test_a_pool_with_nothing_running_is_not_overtaken_for_ever() -> None:  # bug
 
 def test_a_pool_with_something_running_holds_nobody_above_it_up() -> None:
     running = [decode("b0", 5, pool=BULK)]
-    waiting = [view("i", 4), view("b1", 4000, pool=BULK, skips=MAX_SKIPS_BELOW)]
-    assert plan(running, waiting, free=20).admitted == ("i",)
-    assert plan([decode("i0", 5)], waiting, free=20).admitted == ()
+    waiting = [view("i", 4), view("b1", 100, pool=BULK, skips=MAX_SKIPS_BELOW)]
+    assert plan(running, waiting, free=20, num_blocks=30).admitted == ("i",)
+    assert plan([decode("i0", 5)], waiting, free=20, num_blocks=30).admitted == ()
 
 
 # -- 6. no block left
