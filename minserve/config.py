@@ -81,6 +81,7 @@ class PoolConfig(Section, frozen=True):
     kv_share: Share = 0.5
     max_queue: Count = 256  # requests that wait; more are refused with 503
     queue_timeout_s: Seconds = 30.0
+    token_gap_s: Seconds | None = None  # instead of timeouts.token_gap_s; a preempted or paused request is silent too
     first_token_s: Seconds | None = None  # instead of timeouts.first_token_s
     total_s: Seconds | None = None  # instead of timeouts.total_s; then the pool's callers must wait that long
 
@@ -88,7 +89,13 @@ class PoolConfig(Section, frozen=True):
 class PoolsConfig(Section, frozen=True):
     interactive: PoolConfig = PoolConfig(token_share=0.8, kv_share=0.7)
     bulk: PoolConfig = PoolConfig(
-        token_share=0.2, kv_share=0.3, max_queue=4096, queue_timeout_s=3600.0, first_token_s=3900.0, total_s=7200.0
+        token_share=0.2,
+        kv_share=0.3,
+        max_queue=4096,
+        queue_timeout_s=3600.0,
+        token_gap_s=1800.0,
+        first_token_s=3900.0,
+        total_s=7200.0,
     )
 
 
@@ -214,11 +221,15 @@ class LoopsConfig(Section, frozen=True):
 
 
 class DegradationConfig(Section, frozen=True):
-    """What gives way under load, in this order. Pressure 1.0 = queue or its time ceiling exhausted."""
+    """What gives way under load, in this order. Pressure 1.0 = the interactive queue or its time ceiling is exhausted.
+
+    The same thresholds hold for the used share of spend.limit, except that money alone never refuses interactive calls
+    here: the limit itself does. Whatever is cut says so: header x-minserve-degraded, metric, ledger row.
+    """
 
     enabled: bool = False
     shrink_at: Positive = 0.5  # answers of accounts that allow it are cut to shrink_to tokens
-    pause_bulk_at: Positive = 0.7  # new bulk work is refused, waiting bulk work pauses
+    pause_bulk_at: Positive = 0.7  # new bulk work is refused; what waits or runs pauses (not for money's sake)
     static_at: Positive = 0.9  # features with a text get it instead of the model
     refuse_at: Positive = 1.0  # 503 with Retry-After
     hysteresis: Share = 0.1  # a step is undone only that far below its threshold

@@ -32,13 +32,13 @@ def validate(config: Config) -> list[str]:
 def _timeouts(config: Config) -> Iterator[str]:
     t, interactive = config.timeouts, config.pools.interactive
     for name, pool in (("interactive", interactive), ("bulk", config.pools.bulk)):
+        gap, gap_name = _own(pool.token_gap_s, t.token_gap_s, name, "token_gap_s")
         first, first_name = _own(pool.first_token_s, t.first_token_s, name, "first_token_s")
         total, total_name = _own(pool.total_s, t.total_s, name, "total_s")
-        yield from _nested(("timeouts.token_gap_s", t.token_gap_s), (first_name, first), (total_name, total))
+        yield from _nested(("timeouts.step_s", t.step_s), (gap_name, gap), (first_name, first), (total_name, total))
         yield from _nested((f"pools.{name}.queue_timeout_s", pool.queue_timeout_s), (first_name, first))
         if pool.total_s is None:
             yield from _nested((total_name, total), ("timeouts.client_s", t.client_s))
-    yield from _nested(("timeouts.step_s", t.step_s), ("timeouts.token_gap_s", t.token_gap_s))
     yield from _nested(("timeouts.write_stall_s", t.write_stall_s), ("timeouts.total_s", t.total_s))
     yield from _nested(("timeouts.sse_keep_alive_s", t.sse_keep_alive_s), ("timeouts.proxy_idle_s", t.proxy_idle_s))
 

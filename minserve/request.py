@@ -38,6 +38,7 @@ class RequestError(Exception):
 
     status: HTTP status. code: machine-readable (`context_length_exceeded`). param: the field at fault, if one is.
     retry_after: seconds until a retry makes sense. should_retry: overrides what an SDK concludes from the status.
+    degraded: the step of degradation that refuses it, "" for any other reason.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class RequestError(Exception):
         kind: str | None = None,
         retry_after: float | None = None,
         should_retry: bool | None = None,
+        degraded: str = "",
     ) -> None:
         super().__init__(message)
         self.message = message
@@ -59,6 +61,7 @@ class RequestError(Exception):
         self.kind = kind or ("invalid_request_error" if status < 500 else "server_error")
         self.retry_after = retry_after
         self.should_retry = should_retry
+        self.degraded = degraded
 
 
 _NOTHING: Mapping[Any, Any] = MappingProxyType({})

@@ -270,6 +270,21 @@ class Accounting:
             now = self.clock()
             self._spend.check(self._spent(now), now)
 
+    @property
+    def spent_share(self) -> float:
+        """The used share of the server's spending limit; 0 without one."""
+        limit = self.payers.server
+        if limit is None:
+            return 0.0
+        return self._spent(self.clock()) / limit.cost if limit.cost else 1.0
+
+    def affordable_in(self, share: float) -> float | None:
+        """Seconds until no more than `share` of the server's spending limit is used. None: not by waiting."""
+        limit, now = self.payers.server, self.clock()
+        assert limit is not None
+        surplus = self._spent(now) - int(share * (limit.cost or 0))
+        return self.limiter.counter(SERVER, limit.period).wait(now, Amount(cost=max(0, surplus)))
+
     def _spent(self, now: float) -> int:
         """Settled money of the server's window: what is counted less what is only reserved."""
         limit = self.payers.server

@@ -14,13 +14,17 @@ from minserve.request import Pool, RequestError
 
 
 class Step(IntEnum):
-    """Each includes those before it."""
+    """Each includes those before it. `word` names it in headers, metrics and the ledger."""
 
     NONE = 0
     SHRINK = 1  # answers of those who allow it are cut to Ladder.shrink_to tokens
     PAUSE_BULK = 2  # bulk work waits, new bulk work is refused
     STATIC = 3  # features with a static text get it instead of the model
     REFUSE = 4  # 503 with Retry-After
+
+    @property
+    def word(self) -> str:
+        return self.name.lower()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +58,13 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What happens to one call. applied: the step's name for header, metric and ledger, "" when nothing is cut.
+    """What happens to one call. applied: the step that cuts it, None when nothing is cut.
 
     max_tokens: what it may generate. text: the static answer, instead of the model.
     """
 
     max_tokens: int
-    applied: str = ""
+    applied: Step | None = None
     text: str | None = None
 
 
@@ -74,21 +78,36 @@ def step_of(load: Load, ladder: Ladder, before: Step) -> Step:
     return min(before, held)
 
 
+def thrift(spent: float, ladder: Ladder) -> Step:
+    """The step that money calls for. spent: the used share of the server's spending limit.
+
+    Nobody is refused for it here: whoever is not served more cheaply meets the limit itself.
+    """
+    return min(Step.STATIC, Step(sum(spent >= threshold for threshold in ladder.thresholds)))
+
+
 def decide(
-    step: Step, ladder: Ladder, load: Load, *, pool: Pool, feature: str, max_tokens: int, allows_shrink: bool
+    step: Step, ladder: Ladder, wait: float | None, *, pool: Pool, feature: str, max_tokens: int, allows_shrink: bool
 ) -> Decision:
-    """What the step means for one call. RequestError 503 if it may not run now."""
+    """What the step means for one call. RequestError 503 if it may not run now.
+
+    wait: seconds after which it should come back, None if that can't be said.
+    """
+    retry_after = None if wait is None else max(1.0, wait)
     if step >= Step.PAUSE_BULK and pool is Pool.BULK:
         raise RequestError(
             "Bulk work is paused while the server is under load.",
             status=503,
             code="bulk_paused",
-            retry_after=max(1.0, load.wait),
+            retry_after=retry_after,
+            degraded=Step.PAUSE_BULK.word,
         )
     if step >= Step.STATIC and feature in ladder.texts:
-        return Decision(0, "static", ladder.texts[feature])
+        return Decision(0, Step.STATIC, ladder.texts[feature])
     if step >= Step.REFUSE:
-        raise RequestError(ladder.message, status=503, code="overloaded", retry_after=max(1.0, load.wait))
+        raise RequestError(
+            ladder.message, status=503, code="overloaded", retry_after=retry_after, degraded=Step.REFUSE.word
+        )
     if step >= Step.SHRINK and allows_shrink and max_tokens > ladder.shrink_to:
-        return Decision(ladder.shrink_to, "shrink")
+        return Decision(ladder.shrink_to, Step.SHRINK)
     return Decision(max_tokens)

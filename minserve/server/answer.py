@@ -81,6 +81,10 @@ class Answer(ABC):
     @abstractmethod
     def whole(self, generation: Generation) -> Response: ...
 
+    @abstractmethod
+    def plain(self) -> None:
+        """Before anything else: the text to come is not the model's. It holds no thinking and continues no prompt."""
+
     def closing(self, generation: Generation) -> bytes:
         """The chunk without choices: only for those who asked for what it holds."""
         if not self.options.usage and not self.options.metrics:

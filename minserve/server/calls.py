@@ -14,13 +14,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from minserve.economics.keys import Identity, narrow
-from minserve.economics.reservation import Reservation
 from minserve.request import RequestError, SamplingParams
 from minserve.server.answer import Answer, Head, Options
 from minserve.server.chat import ChatAnswer
 from minserve.server.completions import CompletionAnswer
 from minserve.server.errors import not_found, shown
-from minserve.server.generation import Arrival, Call
+from minserve.server.generation import Arrival, Call, Generation
 from minserve.server.json_body import to_struct
 from minserve.server.logprobs import TokenNames
 from minserve.server.messages import conversation
@@ -31,6 +30,7 @@ from minserve.server.services import Services
 from minserve.server.wire import Response
 
 _MAX_SALT = 128
+_DEADLINE = "X-Minserve-Deadline-Ms"
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 ENDPOINTS: Mapping[str, str] = {CHAT: "chatcmpl-", COMPLETIONS: "cmpl-"}  # and the prefix of their calls' ids
@@ -56,19 +56,26 @@ class Calls:
         return Arrival(call_id, endpoint, self._s.model.name, identity, time.monotonic())
 
     async def prepare(self, arrival: Arrival, fields: Mapping[str, Any], headers: Mapping[str, str]) -> Prepared:
-        """headers: those by which a request narrows itself inside its account. RequestError if it may not run."""
+        """headers: those by which a request narrows itself inside its account, and its deadline.
+
+        RequestError if it may not run.
+        """
         chat = arrival.endpoint == CHAT
         refuse_unsupported(fields, chat=chat)
-        return await (self._chat if chat else self._completion)(arrival, fields, headers)
+        deadline = _deadline(headers, arrival.started)
+        prepared = await (self._chat if chat else self._completion)(arrival, fields, headers)
+        return replace(prepared, call=replace(prepared.call, deadline=deadline))
 
-    async def whole(self, prepared: Prepared) -> tuple[Response, Reservation]:
+    async def whole(self, prepared: Prepared) -> tuple[Response, Generation]:
         """Run the call to its end. RequestError if it is refused or fails."""
         answer = prepared.answer
         async with self._s.gateway.run(prepared.call) as generation:
+            if generation.fixed:
+                answer.plain()
             while not generation.done:
                 answer.collect(await generation.read(math.inf))
             body = answer.whole(generation)
-        return body, generation.reservation
+        return body, generation
 
     async def _chat(self, arrival: Arrival, fields: Mapping[str, Any], headers: Mapping[str, str]) -> Prepared:
         model = self._s.model
@@ -130,6 +137,20 @@ class Calls:
 
 def _narrowed(arrival: Arrival, body: GenerationBody, headers: Mapping[str, str]) -> Arrival:
     return replace(arrival, identity=narrow(arrival.identity, headers, body.metadata, body.user))
+
+
+def _deadline(headers: Mapping[str, str], arrived: float) -> float | None:
+    """time.monotonic() until which the client waits: X-Minserve-Deadline-Ms after the request arrived.
+
+    OpenAI's SDKs name their own timeout (x-stainless-timeout, x-stainless-read-timeout), but one SDK means the whole
+    answer and another the silence between two pieces of it; so only the header that says what it means counts.
+    """
+    text = headers.get(_DEADLINE)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and 0 < len(text) <= 9 and int(text)):
+        raise RequestError(f"{_DEADLINE} must be a whole number of milliseconds, 1 to 999999999.", param=_DEADLINE)
+    return arrived + int(text) / 1000
 
 
 def _salt(identity: Identity, cache_salt: str | None) -> bytes:

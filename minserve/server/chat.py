@@ -82,6 +82,10 @@ class ChatAnswer(Answer):
         self._choices = [_Choice(i, splitter) for i, splitter in enumerate(splitters)]
         self._prompt_told = False
 
+    def plain(self) -> None:
+        for choice in self._choices:
+            choice.splitter = None
+
     # -- streams
 
     def events(self, deltas: Sequence[TextDelta], tally: Tally) -> bytes:

@@ -7,7 +7,7 @@ by prompt: index = prompt * n + k.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from msgspec import UNSET
 
@@ -46,6 +46,10 @@ class CompletionAnswer(Answer):
         self._n = n
         self._choices = [_Choice(i, prompts[i // n], CompletionEntries(names)) for i in range(len(prompts) * n)]
         self._scores: dict[int, tuple[TokenLogprob, ...]] = {}  # first choice of a prompt -> its prompt's logprobs
+
+    def plain(self) -> None:
+        for choice in self._choices:
+            choice.prompt = replace(choice.prompt, echo=None)
 
     # -- streams
 

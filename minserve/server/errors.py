@@ -16,6 +16,7 @@ from aiohttp import web
 from minserve.request import RequestError
 
 _SHOWN_CHARACTERS = 60
+_SDK_PATIENCE_S = 60.0  # OpenAI's SDKs don't wait longer: they would ignore a longer Retry-After and come back at once
 
 _KINDS = {
     401: "authentication_error",
@@ -62,6 +63,10 @@ def error_headers(error: RequestError) -> dict[str, str]:
         headers["Retry-After"] = str(max(0, math.ceil(error.retry_after)))
     if error.should_retry is not None:
         headers["x-should-retry"] = "true" if error.should_retry else "false"
+    elif error.retry_after is not None and error.retry_after > _SDK_PATIENCE_S:
+        headers["x-should-retry"] = "false"
+    if error.degraded:
+        headers["x-minserve-degraded"] = error.degraded
     if error.status == HTTPStatus.UNAUTHORIZED:
         headers["WWW-Authenticate"] = "Bearer"
     return headers

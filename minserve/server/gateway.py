@@ -1,4 +1,4 @@
-"""The one way in: reserve, submit, read, settle. HTTP uses it now; whatever else brings calls uses it too.
+"""The one way in: degrade, reserve, submit, read, settle. HTTP uses it now; whatever else brings calls uses it too.
 
 Owns the calls that run and the promise that every call ends in exactly one row: normal end, error, timeout, abort and a
 client that left all pass through the exit of `Gateway.run`; what is refused before passes through `refusals`. It must
@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from minserve.config import PoolConfig, PoolsConfig, TimeoutsConfig
 from minserve.economics.accounting import Accounting
@@ -21,7 +21,8 @@ from minserve.economics.reservation import Admission, Reservation
 from minserve.economics.rows import REFUSED
 from minserve.economics.settlement import Settlement
 from minserve.request import Pool, RequestError, Submission
-from minserve.server.generation import Arrival, Call, CallTimeouts, Generation, aborted
+from minserve.server.degradation import Degradation, FixedText
+from minserve.server.generation import Arrival, Call, CallTimeouts, Generation, aborted, timed_out
 from minserve.server.ports import ServingEngine, TokenStream
 
 log = logging.getLogger("minserve.server")
@@ -46,6 +47,7 @@ class Gateway:
         self,
         engine: ServingEngine,
         accounting: Accounting,
+        degradation: Degradation,
         *,
         timeouts: TimeoutsConfig,
         pools: PoolsConfig,
@@ -53,6 +55,7 @@ class Gateway:
     ) -> None:
         self._engine = engine
         self._accounting = accounting
+        self._degradation = degradation
         self._timeouts = timeouts
         self._pools = pools
         self._linger = linger
@@ -77,11 +80,17 @@ class Gateway:
             raise
 
     def refuse(self, admission: Admission, error: RequestError) -> None:
+        if error.degraded:
+            admission = replace(admission, degraded=error.degraded)
         self._accounting.refuse(admission, error)
 
     @asynccontextmanager
     async def run(self, call: Call) -> AsyncIterator[Generation]:
         """Run a call. RequestError before anything is submitted if it may not; its streams end with the block."""
+        call, text = self._admissible(call)
+        if text is not None:
+            yield self._fixed(call, text)
+            return
         reservation = await self._reserve(call)
         streams: list[TokenStream] = []
         generation: Generation | None = None
@@ -89,7 +98,7 @@ class Gateway:
         linger = False
         try:
             streams.extend(map(self._engine.submit, self._submissions(call)))
-            generation = self._live[call.id] = Generation(call, streams, reservation, self._timeouts_of(call.pool))
+            generation = self._live[call.id] = Generation(call, streams, reservation, self._timeouts_of(call))
             yield generation
         except RequestError as error:
             ending = _Ending(error.status, error.code)
@@ -121,6 +130,23 @@ class Gateway:
         if self._settling:
             await asyncio.wait(self._settling, timeout=timeout)
 
+    def _admissible(self, call: Call) -> tuple[Call, str | None]:
+        """The call as it may run under the load of this moment, and the text instead of an answer, if there is one."""
+        try:
+            if call.deadline is not None and asyncio.get_running_loop().time() >= call.deadline:
+                raise timed_out("deadline_exceeded")
+            return self._degradation.apply(call)
+        except RequestError as error:
+            self.refuse(_admission(call.arrival, call), error)
+            raise
+
+    def _fixed(self, call: Call, text: str) -> Generation:
+        """A generation without the model; its row is written at once, since nothing of it can fail."""
+        self._accounting.static(_admission(call.arrival, call))
+        generation = Generation(call, [FixedText(call, text)], None, self._timeouts_of(call))
+        generation.tally.prompt = 0
+        return generation
+
     async def _reserve(self, call: Call) -> Reservation:
         admission = _admission(call.arrival, call)
         try:
@@ -132,7 +158,7 @@ class Gateway:
     def _submissions(self, call: Call) -> list[Submission]:
         now = asyncio.get_running_loop().time()
         queue_deadline = now + self._pool(call.pool).queue_timeout_s
-        deadline = now + self._timeouts_of(call.pool).total + _BACKSTOP_S
+        deadline = now + self._timeouts_of(call).total + _BACKSTOP_S
         return [
             Submission(
                 id=_submission_id(call.id, i),
@@ -151,13 +177,18 @@ class Gateway:
     def _pool(self, pool: Pool) -> PoolConfig:
         return self._pools.interactive if pool is Pool.INTERACTIVE else self._pools.bulk
 
-    def _timeouts_of(self, pool: Pool) -> CallTimeouts:
-        own = self._pool(pool)
-        return CallTimeouts(
+    def _timeouts_of(self, call: Call) -> CallTimeouts:
+        """Its pool's, and its client's deadline where that comes first."""
+        own = self._pool(call.pool)
+        timeouts = CallTimeouts(
             first_token=own.first_token_s or self._timeouts.first_token_s,
-            token_gap=self._timeouts.token_gap_s,
+            token_gap=own.token_gap_s or self._timeouts.token_gap_s,
             total=own.total_s or self._timeouts.total_s,
         )
+        if call.deadline is None:
+            return timeouts
+        left = call.deadline - asyncio.get_running_loop().time()
+        return replace(timeouts, total=left, total_code="deadline_exceeded") if left < timeouts.total else timeouts
 
     def _finish(
         self, call: Call, streams: list[TokenStream], reservation: Reservation, ending: _Ending, *, linger: bool
@@ -194,6 +225,7 @@ def _admission(arrival: Arrival, call: Call | None = None) -> Admission:
         max_tokens=max(params.max_tokens for params in call.params),
         choices=call.choices,
         digest=prompt_digest(call.prompts),
+        degraded=call.degraded,
         started=arrival.started,
     )
 

@@ -44,8 +44,8 @@ class GenerateRoutes:
             prepared = await self._calls.prepare(arrival, await read_fields(request), request.headers)
         if prepared.stream:
             return await self._stream(request, prepared.call, prepared.answer)
-        body, reservation = await self._calls.whole(prepared)
-        return web.Response(body=to_json(body), content_type="application/json", headers=reservation.headers())
+        body, generation = await self._calls.whole(prepared)
+        return web.Response(body=to_json(body), content_type="application/json", headers=generation.headers)
 
     async def _stream(self, request: web.Request, call: Call, answer: Answer) -> web.StreamResponse:
         events: EventStream | None = None
@@ -53,8 +53,10 @@ class GenerateRoutes:
             async with self._s.gateway.run(call) as generation:
                 timeouts = self._s.config.timeouts
                 events = await EventStream.open(
-                    request, stall_s=timeouts.write_stall_s, first_comment=_state(generation)
+                    request, generation.headers, stall_s=timeouts.write_stall_s, first_comment=_state(generation)
                 )
+                if generation.fixed:
+                    answer.plain()
                 await self._pump(generation, answer, events)
         except RequestError as error:
             if events is None:

@@ -32,7 +32,8 @@ class Arrival:
 class Call:
     """One validated request: its prompts run side by side, n choices each; choice = prompt index * n + k.
 
-    params: one per prompt, since each prompt leaves its own room for max_tokens.
+    params: one per prompt, since each prompt leaves its own room for max_tokens. deadline: time.monotonic() until which
+    the client waits. degraded: what was cut under load, "" for nothing.
     """
 
     arrival: Arrival
@@ -42,6 +43,8 @@ class Call:
     pool: Pool = Pool.INTERACTIVE
     priority: int = 0
     salt: bytes = b""
+    deadline: float | None = None
+    degraded: str = ""
 
     @property
     def id(self) -> str:
@@ -72,11 +75,12 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class CallTimeouts:
-    """Seconds: until the first token, between two, in all."""
+    """Seconds: until the first token, between two, in all. total_code: what is said when that has passed."""
 
     first_token: float
     token_gap: float
     total: float
+    total_code: str = "total_timeout"
 
     def next(self, started: float, last: float | None) -> tuple[float, str]:
         """When the next one expires, and its code. last: when the latest token came."""
@@ -84,13 +88,14 @@ class CallTimeouts:
             waiting = started + self.first_token, "first_token_timeout"
         else:
             waiting = last + self.token_gap, "token_gap_timeout"
-        return min(waiting, (started + self.total, "total_timeout"))
+        return min(waiting, (started + self.total, self.total_code))
 
 
 class Generation:
     def __init__(
-        self, call: Call, streams: Sequence[TokenStream], reservation: Reservation, timeouts: CallTimeouts
+        self, call: Call, streams: Sequence[TokenStream], reservation: Reservation | None, timeouts: CallTimeouts
     ) -> None:
+        """reservation: None for what costs nothing, because it is not the model's."""
         self.call = call
         self.streams = streams
         self.reservation = reservation
@@ -108,6 +113,17 @@ class Generation:
     def done(self) -> bool:
         """Every choice has come to a normal end."""
         return self._open == 0 and self._failure is None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What is known of the call by now: what was cut, its cost once it has been settled."""
+        cut = {"x-minserve-degraded": self.call.degraded} if self.call.degraded else {}
+        return cut if self.reservation is None else cut | self.reservation.headers()
+
+    @property
+    def fixed(self) -> bool:
+        """Its text is not the model's."""
+        return self.reservation is None
 
     @property
     def begun(self) -> bool:
@@ -171,13 +187,17 @@ _TIMED_OUT = {
     "first_token_timeout": "No token came within the time this server allows.",
     "token_gap_timeout": "The next token did not come within the time this server allows.",
     "total_timeout": "The request took longer than this server allows.",
+    "deadline_exceeded": "The request took longer than its client allows.",
 }
 
 
 def timed_out(code: str) -> RequestError:
     """A call that used up its whole time would only do so again: SDKs are told not to repeat that by themselves."""
     return RequestError(
-        _TIMED_OUT[code], status=504, code=code, should_retry=False if code == "total_timeout" else None
+        _TIMED_OUT[code],
+        status=504,
+        code=code,
+        should_retry=False if code in ("total_timeout", "deadline_exceeded") else None,
     )
 
 

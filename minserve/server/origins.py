@@ -26,6 +26,7 @@ ALLOW_HEADERS = ", ".join(
         "openai-organization",
         "openai-project",
         "x-feature",
+        "x-minserve-deadline-ms",
         "x-request-id",
         "x-run-id",
         "x-run-max-calls",

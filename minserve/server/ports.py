@@ -5,12 +5,12 @@ Owns no code. Tests put a scripted engine in its place.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
 from minserve.async_engine import EngineStatus, LiveRequest, State
 from minserve.engine import Progress
-from minserve.request import RequestError, RequestOutcome, Submission, TextDelta
+from minserve.request import Pool, RequestError, RequestOutcome, Submission, TextDelta
 
 
 class Reader(Protocol):
@@ -51,6 +51,14 @@ class ServingEngine(Protocol):
     def status(self) -> EngineStatus: ...
 
     def requests(self) -> list[LiveRequest]: ...
+
+    def wait(self, pool: Pool) -> float:
+        """Seconds until a call of this pool that comes now would start."""
+        ...
+
+    def pause(self, pools: Callable[[], frozenset[Pool]]) -> None:
+        """Ask `pools` before every step which pools get nothing in it."""
+        ...
 
     async def drain(self, timeout: float) -> None: ...
 

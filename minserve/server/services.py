@@ -14,6 +14,7 @@ from aiohttp import web
 from minserve.config import Config
 from minserve.economics.accounting import Accounting
 from minserve.economics.keys import Identity
+from minserve.server.degradation import Degradation
 from minserve.server.gateway import Gateway
 from minserve.server.ports import ServingEngine
 from minserve.server.sampling import Rules
@@ -55,9 +56,13 @@ class Services:
     def of(
         cls, config: Config, model: ServedModel, engine: ServingEngine, accounting: Accounting, telemetry: Telemetry
     ) -> Services:
+        degradation = Degradation(config, engine, accounting)
+        if degradation.enabled:
+            telemetry.gauge("minserve_degradation_step", "0: none ... 4: calls are refused.", lambda: degradation.step)
         gateway = Gateway(
             engine,
             accounting,
+            degradation,
             timeouts=config.timeouts,
             pools=config.pools,
             linger=config.server.on_disconnect == "linger",

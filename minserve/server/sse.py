@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Mapping
 
 from aiohttp import web
 
@@ -38,9 +39,11 @@ class EventStream:
         self._written = self._clock()
 
     @classmethod
-    async def open(cls, request: web.Request, *, stall_s: float, first_comment: str) -> EventStream:
+    async def open(
+        cls, request: web.Request, headers: Mapping[str, str], *, stall_s: float, first_comment: str
+    ) -> EventStream:
         """Send the headers and a first comment at once: proxies and readers see that the request was accepted."""
-        response = web.StreamResponse(headers=HEADERS)
+        response = web.StreamResponse(headers={**HEADERS, **headers})
         await response.prepare(request)
         stream = cls(request, response, stall_s)
         await stream.comment(first_comment)

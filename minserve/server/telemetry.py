@@ -31,6 +31,7 @@ class Telemetry:
     def __init__(self, model: str, config: Config) -> None:
         self._config = config
         self._status: Callable[[], EngineStatus] | None = None
+        self._extra: dict[str, tuple[str, Callable[[], float]]] = {}
         self.metrics = Metrics(model, self._gauges)
         self.numbers = Numbers()
         self.trace = Trace()
@@ -41,6 +42,10 @@ class Telemetry:
 
     def watch(self, status: Callable[[], EngineStatus]) -> None:
         self._status = status
+
+    def gauge(self, name: str, meaning: str, read: Callable[[], float]) -> None:
+        """A further gauge of /metrics."""
+        self._extra[name] = meaning, read
 
     def row(self, row: Row) -> None:
         """A call has ended or was refused: its log line and its part of the totals."""
@@ -60,6 +65,7 @@ class Telemetry:
             blocks_free=now.blocks_free + now.blocks_cached,
             blocks_cached=now.blocks_cached,
             waits=last.waits if last is not None and any(now.waiting.values()) else {},
+            extra={name: (meaning, read()) for name, (meaning, read) in self._extra.items()},
         )
 
     def report(self, calls: int, steps: int) -> dict[str, Any]:

@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minserve.policy.degrade import Decision, Ladder, Load, Step, decide, step_of
+from minserve.policy.degrade import Decision, Ladder, Load, Step, decide, step_of, thrift
 from minserve.request import Pool, RequestError
 
 LADDER = Ladder(texts={"greeting": "Hello! We are busy."}, shrink_to=100)
-FULL = Load(queued=10, max_queue=10, wait=12.0, ceiling=30.0)
 
 
 def load(pressure: float) -> Load:
@@ -21,7 +20,7 @@ def load(pressure: float) -> Load:
 
 def asked(step: Step, **fields: Any) -> Decision:
     call = {"pool": Pool.INTERACTIVE, "feature": "chat", "max_tokens": 400, "allows_shrink": True, **fields}
-    return decide(step, LADDER, FULL, **call)
+    return decide(step, LADDER, 12.0, **call)
 
 
 def test_pressure_is_the_fuller_of_queue_and_waiting_time() -> None:
@@ -62,10 +61,10 @@ def test_nothing_is_cut_without_pressure() -> None:
 
 
 def test_only_those_who_allow_it_are_shortened_and_they_are_told() -> None:
-    assert asked(Step.SHRINK) == Decision(100, "shrink")
+    assert asked(Step.SHRINK) == Decision(100, Step.SHRINK)
     assert asked(Step.SHRINK, allows_shrink=False) == Decision(400)
     assert asked(Step.SHRINK, max_tokens=50) == Decision(50)
-    assert asked(Step.STATIC) == Decision(100, "shrink")
+    assert asked(Step.STATIC) == Decision(100, Step.SHRINK)
 
 
 def test_bulk_gives_way_before_anybody_who_waits() -> None:
@@ -74,15 +73,21 @@ def test_bulk_gives_way_before_anybody_who_waits() -> None:
         with pytest.raises(RequestError) as caught:
             asked(step, pool=Pool.BULK)
         assert (caught.value.status, caught.value.code, caught.value.retry_after) == (503, "bulk_paused", 12.0)
+        assert caught.value.degraded == "pause_bulk"
 
 
 def test_features_with_a_text_are_answered_without_the_model_even_when_others_are_refused() -> None:
     for step in (Step.STATIC, Step.REFUSE):
-        assert asked(step, feature="greeting") == Decision(0, "static", "Hello! We are busy.")
+        assert asked(step, feature="greeting") == Decision(0, Step.STATIC, "Hello! We are busy.")
 
 
 def test_the_last_step_is_a_clear_refusal_with_a_time() -> None:
     with pytest.raises(RequestError) as caught:
         asked(Step.REFUSE)
     assert (caught.value.status, caught.value.code, caught.value.retry_after) == (503, "overloaded", 12.0)
-    assert caught.value.message == LADDER.message
+    assert (caught.value.message, caught.value.degraded) == (LADDER.message, "refuse")
+
+
+@pytest.mark.parametrize(("spent", "step"), [(0.0, 0), (0.5, 1), (0.7, 2), (0.9, 3), (1.0, 3), (7.0, 3)])
+def test_money_that_runs_out_is_saved_in_the_same_order_but_refuses_nobody(spent: float, step: int) -> None:
+    assert thrift(spent, LADDER) == step

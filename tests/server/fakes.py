@@ -151,6 +151,9 @@ class FakeEngine:
         self.submissions: list[Submission] = []
         self.streams: dict[str, FakeStream] = {}
         self.arrived = asyncio.Event()
+        self.waiting = 0  # interactive calls that wait, and how long a new one would: what degradation goes by
+        self.seconds = 0.0
+        self.paused: Callable[[], frozenset[Pool]] = frozenset
 
     def submit(self, submission: Submission) -> FakeStream:
         if self.refusal is not None:
@@ -179,13 +182,19 @@ class FakeEngine:
             state=self.state,
             steps=0,
             running={Pool.INTERACTIVE.value: live, Pool.BULK.value: 0},
-            waiting={Pool.INTERACTIVE.value: 0, Pool.BULK.value: 0},
+            waiting={Pool.INTERACTIVE.value: self.waiting, Pool.BULK.value: 0},
             blocks_total=100,
             blocks_free=100 - live,
             blocks_cached=0,
             streams=live,
             step_age=None,
         )
+
+    def wait(self, pool: Pool) -> float:
+        return self.seconds
+
+    def pause(self, pools: Callable[[], frozenset[Pool]]) -> None:
+        self.paused = pools
 
     def requests(self) -> list[LiveRequest]:
         return [LiveRequest(f"{id}#0", "interactive", "decode", 2, 2, 1, (5,)) for id in self.streams]
