@@ -10,17 +10,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
 
 from minserve.batch import StepResult
-from minserve.engine import Delivery, Engine, Progress, Step, step_failed
+from minserve.engine import Delivery, Engine, Step, step_failed
 from minserve.policy.admission import Accept, Load, admit, retry_after
 from minserve.policy.forecast import Forecast
-from minserve.request import Pool, RequestError, RequestOutcome, Submission, TextDelta
+from minserve.request import Pool, RequestError, Submission
+from minserve.stream import Stream
+from minserve.worker import Worker
 
 log = logging.getLogger("minserve.engine")
 
@@ -30,108 +30,6 @@ class State(StrEnum):
     DRAINING = "draining"
     FAILED = "failed"
     STOPPED = "stopped"
-
-
-class Worker:
-    """One long-lived thread that runs steps. CuPy's device and stream, and the CPU team's leader, belong to it."""
-
-    def __init__(self, run: Callable[[Step], StepResult]) -> None:
-        self._run = run
-        self._job: tuple[Step, asyncio.Future[StepResult]] | None = None
-        self._wake = threading.Semaphore(0)
-        self._thread = threading.Thread(target=self._work, name="minserve-worker", daemon=True)
-        self._thread.start()
-
-    def submit(self, step: Step) -> asyncio.Future[StepResult]:
-        future: asyncio.Future[StepResult] = asyncio.get_running_loop().create_future()
-        self._job = (step, future)
-        self._wake.release()
-        return future
-
-    def stop(self) -> None:
-        """Let the thread end after the step it is in. Idempotent."""
-        self._job = None
-        self._wake.release()
-
-    def join(self, timeout: float) -> bool:
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
-
-    def _work(self) -> None:
-        while True:
-            self._wake.acquire()
-            job = self._job
-            if job is None:
-                return
-            step, future = job
-            loop = future.get_loop()
-            try:
-                result = self._run(step)
-            except BaseException as error:  # whatever it is, the loop must hear of it
-                _call(loop, _set_exception, future, error)
-            else:
-                _call(loop, _set_result, future, result)
-
-
-def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: Any) -> None:
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(function, *args)
-
-
-def _set_result(future: asyncio.Future[StepResult], result: StepResult) -> None:
-    if not future.done():
-        future.set_result(result)
-
-
-def _set_exception(future: asyncio.Future[StepResult], error: BaseException) -> None:
-    if not future.done():
-        future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
-
-
-class Stream(AsyncIterator[list[TextDelta]]):
-    """What a submission's reader holds. Bounded by n * max_tokens deltas; nothing is dropped, nobody is awaited."""
-
-    def __init__(self, engine: AsyncEngine, submission: Submission) -> None:
-        self.submission = submission
-        self.outcomes: list[RequestOutcome] = []
-        self._engine = engine
-        self._pending: list[TextDelta] = []
-        self._open = submission.n
-        self._waiter: asyncio.Future[None] | None = None
-
-    async def __anext__(self) -> list[TextDelta]:
-        """Everything that is new, at least one delta; ends after the last choice has finished."""
-        while not self._pending:
-            if self._open == 0:
-                raise StopAsyncIteration
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        pending, self._pending = self._pending, []
-        return pending
-
-    def close(self) -> None:
-        """The reader is gone: abort what is unfinished. Idempotent, legal in every state."""
-        if self._open:
-            self._engine.abort(self.submission.id)
-
-    @property
-    def progress(self) -> Progress:
-        return self._engine.engine.progress(self.submission.id)
-
-    @property
-    def done(self) -> bool:
-        return self._open == 0
-
-    def deliver(self, delivery: Delivery) -> None:
-        self._pending.append(delivery.delta)
-        if delivery.outcome is not None:
-            self.outcomes.append(delivery.outcome)
-            self._open -= 1
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +98,7 @@ class AsyncEngine:
         if not isinstance(verdict, Accept):
             raise verdict.error()
         self.engine.submit(submission)
-        stream = self._streams[submission.id] = Stream(self, submission)
+        stream = self._streams[submission.id] = Stream(submission, self.abort, self.engine.progress)
         if submission.deadline is not None or submission.queue_deadline is not None:
             self._deadlines[submission.id] = (submission.queue_deadline, submission.deadline)
         self._idle.clear()

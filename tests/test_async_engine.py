@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from minserve.async_engine import AsyncEngine, State, Stream
+from minserve.async_engine import AsyncEngine, State
 from minserve.request import FinishReason, Pool, RequestError, Submission, TextDelta
+from minserve.stream import Stream
 from tests.engines import submission, tiny
 
 PROMPT = [72, 101, 108, 108, 111, 44, 32, 119, 111, 114, 108, 100]
