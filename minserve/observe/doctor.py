@@ -94,6 +94,8 @@ def _itl(numbers: Snapshot, around: Surroundings) -> Iterator[Finding]:
         yield Finding("problem", f"{head}; requests lose their blocks and are read again. Give the cache more memory.")
     elif pool.itl_p50 is not None and pool.itl_p50 < around.itl_target:
         yield Finding("problem", f"{head}, its median only {_time(pool.itl_p50)}: chunks of prompts delay some steps.")
+    elif numbers.running < 1.5:
+        yield Finding("problem", f"{head} with one request at a time: this device needs that long for one token.")
     else:
         yield Finding(
             "problem",
