@@ -22,6 +22,7 @@ Seconds = Positive
 Money = Annotated[float, Meta(ge=0, le=1e9)]  # in prices.currency
 PeriodName = Literal["minute", "hour", "day", "month"]
 PoolName = Literal["interactive", "bulk"]
+ProfileName = Literal["interactive", "balanced", "bulk"]
 
 
 class Section(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
@@ -247,6 +248,19 @@ class LedgerConfig(Section, frozen=True):
 
 
 class Config(Section, frozen=True):
+    """The whole configuration. profile: what this deployment is for; it sets the defaults of everything else.
+
+    interactive: people wait. Few seats and short steps, so that each token comes soon; short queues, early refusals,
+    degradation on; little is promised to bulk.
+    balanced: both pools in one process. The defaults as they stand here.
+    bulk: throughput. Many seats and long steps, queues of hours; calls go to the bulk pool unless they or their key say
+    otherwise, and bulk is promised most of the machine.
+
+    What a profile sets stands in `profiles.py`, and `minserve config --profile NAME` shows it. A file, the environment
+    and flags win over it, value by value.
+    """
+
+    profile: ProfileName = "balanced"
     model: ModelConfig = ModelConfig()
     engine: EngineConfig = EngineConfig()
     limits: LimitsConfig = LimitsConfig()

@@ -1,4 +1,4 @@
-"""Where the configuration comes from: defaults < minserve.toml < MINSERVE_* < command-line flags.
+"""Where the configuration comes from: defaults < profile < minserve.toml < MINSERVE_* < command-line flags.
 
 Owns nothing; `load` returns a Config and the origin of every value. Each bad value is an error that names the field and
 the place it came from; an unknown key is answered with the nearest known one.
@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from minserve.config import Config, Section
+from minserve.profiles import PROFILES
 
 PREFIX = "MINSERVE_"
 # Read elsewhere: they move folders or name a file, so they can't stand in the file itself.
@@ -55,7 +56,7 @@ FIELDS: dict[str, Field] = {f.name: f for f in fields()}
 @dataclass(frozen=True, slots=True)
 class Settings:
     config: Config
-    origins: Mapping[str, str]  # dotted name -> "default", "minserve.toml", "MINSERVE_...", "--flag"
+    origins: Mapping[str, str]  # dotted name -> "default", "profile ...", "minserve.toml", "MINSERVE_...", "--flag"
 
 
 def load(file: Path | None, environment: Mapping[str, str], flags: Mapping[str, str]) -> Settings:
@@ -78,6 +79,11 @@ def load(file: Path | None, environment: Mapping[str, str], flags: Mapping[str, 
         flag = flag_of(name)
         values[name] = _convert(name, text, flag, strict=False)
         origins[name] = flag
+    profile = values.get("profile", Config().profile)
+    for name, value in PROFILES[profile].items():
+        if name not in values:
+            values[name] = value
+            origins[name] = f"profile {profile}"
     return Settings(_build(values), origins)
 
 

@@ -28,6 +28,7 @@ def room(layer: int, packages: str = "", rooms: str | None = None) -> Room:
 ROOMS = {
     "config": room(0, "msgspec", rooms=""),
     "config_rules": room(0, rooms="config"),
+    "profiles": room(0, rooms="config"),
     "request": room(0, rooms=""),
     "policy": room(1, rooms="request"),
     "blocks": room(1, rooms="request"),
@@ -47,8 +48,6 @@ ROOMS = {
     "text": room(4, "tokenizers jinja2", rooms="request backend.base weights.vocabulary"),
     "transcript": room(5),
     "engine": room(5),
-    "stream": room(5),
-    "worker": room(5),
     "stream": room(5),
     "worker": room(5),
     "async_engine": room(5),

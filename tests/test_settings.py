@@ -1,9 +1,16 @@
 """Defaults < file < environment < flags, and errors that say which value, from where."""
 
 from pathlib import Path
+from typing import Any, get_args
 
+import msgspec
 import pytest
+from click.testing import CliRunner
 
+from minserve.cli import main
+from minserve.config import Config, ProfileName
+from minserve.config_rules import validate
+from minserve.profiles import PROFILES
 from minserve.settings import FIELDS, Settings, SettingsError, load
 
 
@@ -82,3 +89,56 @@ def test_a_missing_named_file_is_an_error(tmp_path: Path) -> None:
 
 def test_every_field_has_a_default() -> None:
     assert len(FIELDS) > 40
+
+
+def test_a_profile_sets_defaults_that_every_other_source_overrides(tmp_path: Path) -> None:
+    text = 'profile = "bulk"\n[engine]\nmax_num_seqs = 7\n[pools.bulk]\nmax_queue = 9\n'
+    env = {"MINSERVE_ENGINE_ITL_TARGET_MS": "90"}
+    got = settings(tmp_path, text, env, engine__max_num_batched_tokens="600")
+    engine, bulk = got.config.engine, got.config.pools.bulk
+    assert (engine.max_num_seqs, engine.itl_target_ms, engine.max_num_batched_tokens) == (7, 90.0, 600)
+    assert (bulk.max_queue, bulk.token_share, got.config.local.pool) == (9, 0.8, "bulk")
+    assert got.origins["pools.bulk.token_share"] == "profile bulk"
+    assert got.origins["pools.bulk.max_queue"].endswith("minserve.toml")
+    assert got.origins["engine.block_size"] == "default"
+
+
+def test_the_profile_itself_is_a_setting_like_any_other(tmp_path: Path) -> None:
+    env = {"MINSERVE_PROFILE": "interactive"}
+    got = settings(tmp_path, 'profile = "bulk"\n', env)
+    assert (got.config.profile, got.origins["profile"]) == ("interactive", "MINSERVE_PROFILE")
+    assert got.config.degradation.enabled
+    assert settings(tmp_path, 'profile = "bulk"\n', env, profile="balanced").config == Config()
+    with pytest.raises(SettingsError, match="profile: Invalid enum value 'fast'"):
+        settings(tmp_path, profile="fast")
+
+
+def test_every_profile_has_its_values() -> None:
+    assert set(PROFILES) == set(get_args(ProfileName))
+    assert PROFILES[Config().profile] == {}
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_a_profiles_values_are_known_valid_and_without_contradictions(tmp_path: Path, name: str) -> None:
+    for field, value in PROFILES[name].items():
+        assert msgspec.convert(value, FIELDS[field].type) == value
+    config = settings(tmp_path, profile=name).config
+    assert validate(config) == []
+    repeated = [field for field, value in PROFILES[name].items() if value == value_of(Config(), field)]
+    assert not repeated
+
+
+def value_of(config: Any, field: str) -> Any:
+    for part in field.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def test_the_command_line_has_the_profile_as_a_flag_and_shows_what_it_sets() -> None:
+    shown = CliRunner().invoke(
+        main, ["config", "--profile", "bulk", "--max-num-seqs", "9"], env={"MINSERVE_CONFIG": None}
+    )
+    lines = {line.split()[0]: line for line in shown.output.splitlines()}
+    assert lines["profile"].split() == ["profile", "'bulk'", "--profile"]
+    assert lines["engine.max_num_batched_tokens"].endswith("profile bulk")
+    assert lines["engine.max_num_seqs"].endswith("--max-num-seqs")

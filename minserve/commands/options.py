@@ -18,7 +18,7 @@ from minserve.settings import FIELDS, Settings, SettingsError, flag_of, load
 F = TypeVar("F", bound=Callable[..., Any])
 
 # Sections whose fields become flags of their own; the rest is reached through --set.
-_FLAG_SECTIONS = ("model.", "engine.", "limits.", "server.")
+_FLAG_SECTIONS = ("profile", "model.", "engine.", "limits.", "server.")
 _FLAGS = {
     flag_of(name).removeprefix("--").replace("-", "_"): name
     for name in FIELDS
