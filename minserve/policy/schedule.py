@@ -90,7 +90,7 @@ class _Planner:
             part = self.room.parts.get(view.id)
             if part is not None and self.decode_tokens:
                 self.decode_tokens -= 1
-                if not self._grant(part, 1) and (self.alone or view.known > self.limits.capacity):
+                if not self._grant(part, 1) and self.alone:
                     self.exhausted.append(view.id)
 
     # -- rules 3, 4 and 5

@@ -180,6 +180,15 @@ def test_promised_seats_are_not_taken_back() -> None:
     assert (planned.preempted, planned.admitted, planned.waits) == ((), (), {"seats": 1})
 
 
+def test_who_was_overtaken_too_often_takes_promised_seats_and_blocks_too() -> None:
+    running = [decode("i", 5), decode("b", 40, pool=BULK)]
+    big = view("big", 300)  # 75 of 100 blocks
+    limits = make_limits(num_blocks=100)
+    assert plan(running, [big], free=70, limits=limits).admitted == ()
+    planned = plan(running, [big._replace(skips=MAX_SKIPS)], free=70, limits=limits)
+    assert (planned.preempted, planned.admitted) == (("b",), ("big",))
+
+
 def test_a_pool_never_has_more_seats_than_its_own_limit() -> None:
     waiting = [view(f"b{i}", 4, pool=BULK, arrival=float(i)) for i in range(5)]
     planned = plan([], waiting, pools=pools(max_seqs=(10, 3)))
@@ -313,6 +322,15 @@ def test_blocks_that_an_admission_shares_with_a_victim_are_not_counted_twice() -
     new = view("new", 81, 60, own_blocks=0)  # found: 15 of its 21 blocks
     limits = make_limits(num_blocks=20, pools=pools(kv_share=(1.0, 0.0)))
     assert plan(running, [new], free=3, limits=limits).admitted == ()
+
+
+def test_a_victims_blocks_that_an_admission_of_this_plan_shares_are_not_freed() -> None:
+    """The first newcomer found the blocks of `b0`; so preempting `b0` gives the second one nothing."""
+    limits = make_limits(num_blocks=30, pools=pools(kv_share=(1.0, 0.0)))
+    waiting = [view("shares", 81, 60, own_blocks=0), view("needs", 40, arrival=1.0)]
+    planned = plan([decode("b0", 61, pool=BULK)], waiting, free=7, limits=limits)
+    assert (planned.admitted, planned.preempted) == (("shares",), ())
+    assert plan([decode("b0", 61, pool=BULK)], waiting[1:], free=7, limits=limits).preempted == ("b0",)
 
 
 # -- 7. rows, forks, drafts
