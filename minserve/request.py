@@ -202,7 +202,9 @@ class StepPlan:
 
     admitted: ids that leave the queue (forks included). preempted: ids that lose their blocks and go back to its
     front. exhausted: ids that can't grow although they are alone; they finish with LENGTH. skipped: waiting ids that
-    a later request overtakes in this step. waits: why requests still wait, reason -> how many.
+    a later request overtakes in this step. waits: why requests still wait, reason -> how many: seats, blocks,
+    step_budget, rows, pool_share (the other pool's promised part), prefix (being computed), group (for their leader),
+    queue (behind those who could be looked at).
     """
 
     step: int
