@@ -42,6 +42,7 @@ class GenerateRoutes:
         request[VISIT].recorded = True
         with self._s.gateway.refusals(arrival):
             prepared = await self._calls.prepare(arrival, await read_fields(request), request.headers)
+        request[VISIT].identity = prepared.call.identity  # narrowed: rate-limit headers are those of its end user
         if prepared.stream:
             return await self._stream(request, prepared.call, prepared.answer)
         body, generation = await self._calls.whole(prepared)
