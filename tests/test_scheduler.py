@@ -325,7 +325,8 @@ def test_one_that_does_not_fit_is_passed_a_bounded_number_of_times() -> None:  #
             break
         passed += bool(plan.admitted)
     assert 0 < passed <= MAX_SKIPS, "small ones pass, for a while"
-    assert d.tokens(big) or d.chunks(big)
+    assert d.scheduler.requests[big].seat >= 0
+    assert d.scheduler.requests[big].skips == 0, "it starts anew if it is preempted"
 
 
 class Flood(Driver):
@@ -579,6 +580,19 @@ def test_a_copy_that_a_failed_step_may_not_have_made_is_made_up_for() -> None:
     d.check_idle()
 
 
+def test_a_copy_waits_for_a_step_that_runs() -> None:
+    """Two steps compute nothing: the copy of the partial block is still made before the fork's next row."""
+
+    def plan(step: int, running: Sequence[View], waiting: Sequence[View], free: int, limits: Limits) -> StepPlan:
+        return StepPlan(step) if step in (1, 2) else plan_step(step, running, waiting, free, limits)
+
+    d = Driver(make_limits(), plan=plan)
+    names = d.submit("r", prompt(14), n=2, max_tokens=6, temperature=1.0)
+    d.run()
+    assert [len(p.chunks) for p in d.plans[:4]] == [1, 0, 0, 2]
+    assert all(d.tokens(name) == d.expected[name].tokens for name in names)
+
+
 # -- drafts
 
 
@@ -616,6 +630,7 @@ def test_accepted_drafts_behind_a_stop_token_are_dropped() -> None:
     d.run()
     assert d.tokens(name) == tokens[: tokens.index(stop) + 1]
     assert d.end(name).finish is FinishReason.STOP
+    assert d.scheduler.counts().blocks_cached == (6 + tokens.index(stop)) // 4, "nor are their rows in the index"
     d.check_idle()
 
 
@@ -631,6 +646,17 @@ def test_log_probabilities_may_be_missing_from_a_result() -> None:
         ("r#0", 4, None),
         ("r#1", 5, None),
     }
+
+
+def test_a_stop_token_before_min_tokens_does_not_end_a_request_even_if_it_is_drawn() -> None:
+    scheduler = Scheduler(make_limits(), weights_id=b"w")
+    params = SamplingParams(max_tokens=9, min_tokens=2, stop_token_ids=frozenset({4}))
+    scheduler.submit(Submission("r", (1, 2, 3), params), 0, 0.0)
+    ends = []
+    for _ in range(3):
+        (event,) = scheduler.commit(scheduler.plan(), StepResult((ChunkResult(tokens=(4,)),)))
+        ends.append(event.finish)
+    assert ends == [None, None, FinishReason.STOP]
 
 
 def test_limits_may_change_between_steps() -> None:

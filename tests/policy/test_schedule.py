@@ -180,6 +180,14 @@ def test_promised_seats_are_not_taken_back() -> None:
     assert (planned.preempted, planned.admitted, planned.waits) == ((), (), {"seats": 1})
 
 
+def test_what_the_first_newcomer_took_back_is_not_lent_to_the_second() -> None:
+    """A hundred blocks, 30 promised to bulk, which holds 40: ten may go."""
+    running = [decode("i", 240)] + [decode(f"b{i}", 40, pool=BULK, arrival=float(i)) for i in range(4)]
+    waiting = [view(f"new{i}", 36, arrival=float(i)) for i in range(2)]
+    planned = plan(running, waiting, free=0, num_blocks=100)
+    assert (planned.preempted, planned.admitted) == (("b3",), ("new0",))
+
+
 def test_who_was_overtaken_too_often_takes_promised_seats_and_blocks_too() -> None:
     running = [decode("i", 5), decode("b", 40, pool=BULK)]
     big = view("big", 300)  # 75 of 100 blocks
