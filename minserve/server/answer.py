@@ -92,7 +92,7 @@ class Answer(ABC):
         return event(self.totals(self.head.response([]), generation, usage=self.options.usage))
 
     def chunk(self, choice: Any, tally: Tally) -> Response:
-        return self.head.response([choice], usage_body(tally) if self.options.running_usage else self._usage)
+        return self.head.response([choice], running_usage(tally) if self.options.running_usage else self._usage)
 
     def totals(self, response: Response, generation: Generation, *, usage: bool = True) -> Response:
         """The response with what is known at the end."""
@@ -101,6 +101,11 @@ class Answer(ABC):
         if self.options.metrics:
             response.metrics = metrics_of(generation.outcomes)
         return response
+
+
+def running_usage(tally: Tally) -> UsageBody:
+    """Counts so far. What the cache saved is known at the end, so it isn't claimed to be nothing before."""
+    return UsageBody(tally.prompt, tally.completion, tally.prompt + tally.completion)
 
 
 def usage_body(tally: Tally) -> UsageBody:

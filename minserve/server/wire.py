@@ -51,7 +51,7 @@ class UsageBody(Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptDetails
+    prompt_tokens_details: PromptDetails | UnsetType = UNSET
     completion_tokens_details: CompletionDetails | UnsetType = UNSET
 
 

@@ -68,6 +68,7 @@ async def test_running_usage_counts_up() -> None:
         body = {**COMPLETION, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
         chunks = events(await server.events("/v1/completions", body))
         assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3, 3, 3]
+        assert ["prompt_tokens_details" in chunk["usage"] for chunk in chunks] == [False] * 4 + [True]
 
 
 COMPLETION_STREAM = """\
