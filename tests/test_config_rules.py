@@ -35,6 +35,7 @@ def test_the_defaults_are_sound() -> None:
             {"pools": {"bulk": {**SHARES, "queue_timeout_s": 4000, "first_token_s": 3900, "total_s": 7200}}},
             ["pools.bulk.queue_timeout_s", "pools.bulk.first_token_s"],
         ),
+        ({"pools": {"bulk": {**SHARES, "token_gap_s": 20}}}, ["timeouts.step_s", "pools.bulk.token_gap_s"]),
         ({"pools": {"bulk": {**SHARES, "token_share": 0.9, "queue_timeout_s": 20}}}, ["pools.*.token_share"]),
         ({"pools": {"interactive": {"max_num_seqs": 64, "token_share": 0.5}}}, ["pools.interactive.max_num_seqs"]),
         ({"limits": {"default_max_tokens": 9999}}, ["limits.default_max_tokens", "limits.max_tokens"]),
