@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from minserve.policy.limits import Limits
 from minserve.policy.pace import StepCost
@@ -54,20 +54,28 @@ class Forecast:
         requests: all that are live, in order of arrival. What the other pool holds now, up to its promise if it is the
         lower one, it is expected to go on holding.
         """
-        requests = list(requests)
-        mine = [request for request in requests if request.pool is pool]
-        waiting = [request for request in mine if request.seat < 0]
-        running = [request for request in mine if request.seat >= 0]
-        seats = self._seats(pool, requests, mine, limits)
-        busy = self._remaining([r.limit - r.known for r in running])
-        counters = [0.0] * max(0, seats - len(busy)) + busy
-        heapq.heapify(counters)
-        for request in waiting:
-            heapq.heapreplace(counters, counters[0] + self._length(request.limit - request.known))
-        steps = counters[0]
+        live: Counter[Pool] = Counter()
+        waiting: list[float] = []  # how long each takes a seat, in tokens
+        running: list[int] = []  # the most tokens that each may still generate
+        known = prompts = lengths = 0.0
+        length = self._length()
+        for request in requests:
+            live[request.pool] += 1
+            if request.pool is pool:
+                most = request.prompt_len + request.params.max_tokens - len(request.tokens)
+                if request.seat < 0:
+                    waiting.append(length(most))
+                else:
+                    running.append(most)
+                known += request.prompt_len
+                lengths += length(request.params.max_tokens)
+                prompts += _uncomputed(request)
+        mean = (self._fresh * known + lengths / 2) / max(1, live[pool])
+        seats = self._seats(pool, live, limits, int(limits.capacity / max(1.0, mean)))
+        steps = _list_schedule(seats, self._ends(running), waiting)
         if steps == 0.0:
             return 0.0  # a seat is free
-        prompts = self._fresh * sum(_prompt(request) for request in mine)
+        prompts *= self._fresh
         steps = max(steps, prompts / limits.chunk_tokens)
         return steps * self._cost.base + prompts * self._cost.per_token
 
@@ -83,13 +91,15 @@ class Forecast:
         """The share of prompt tokens that have to be computed."""
         return self._computed / self._prompts if self._prompts else 1.0
 
-    def _length(self, most: int) -> float:
-        """The mean length of an answer of at most `most` tokens: of a geometric distribution that is cut there."""
+    def _length(self) -> Callable[[int], float]:
+        """The mean length of an answer of at most so many tokens: of a geometric distribution that is cut there."""
         chance = self._chance
-        return (1 - (1 - chance) ** most) / chance if chance else float(most)
+        if chance == 0.0:
+            return float
+        return lambda most: (1 - (1 - chance) ** most) / chance
 
-    def _remaining(self, most: Sequence[int]) -> list[float]:
-        """Tokens that running requests still generate; they may generate `most`.
+    def _ends(self, most: Sequence[int]) -> list[float]:
+        """When running requests end, in tokens from now; they may generate `most`.
 
         The first of k answers to end does so after a k-th of their mean length, the next after a (k-1)-th more ...:
         the mean of each alone would have the first seat become free far too late.
@@ -103,22 +113,28 @@ class Forecast:
 
     # -- seats
 
-    def _seats(self, pool: Pool, requests: Sequence[Request], mine: Sequence[Request], limits: Limits) -> int:
-        """How many of a pool's requests run at once: what seats, promises and blocks allow."""
-        live = Counter(request.pool for request in requests)
+    def _seats(self, pool: Pool, live: Mapping[Pool, int], limits: Limits, fit: int) -> int:
+        """How many of a pool's requests run at once: what seats, promises and blocks (`fit`) allow."""
         left = limits.max_seqs
         for other in Pool:
             if RANK[other] > RANK[pool]:
                 left -= min(live[other], limits.promised_seats(other))
             elif other is not pool:
                 left -= min(live[other], limits.max_seqs - limits.promised_seats(pool))
-        seats = min(left, limits.pools[pool].max_seqs)
-        if mine:
-            held = sum(self._fresh * r.prompt_len + self._length(r.params.max_tokens) / 2 for r in mine) / len(mine)
-            seats = min(seats, int(limits.capacity / max(1.0, held)))
-        return max(1, seats)
+        return max(1, min(left, limits.pools[pool].max_seqs, fit))
 
 
-def _prompt(request: Request) -> int:
+def _list_schedule(seats: int, busy: Sequence[float], waiting: Iterable[float]) -> float:
+    """When the first seat is free after all who wait, in order, took theirs for so long."""
+    free = [0.0] * max(0, seats - len(busy)) + list(busy)
+    heapq.heapify(free)
+    for length in waiting:
+        heapq.heapreplace(free, free[0] + length)
+    return free[0]
+
+
+def _uncomputed(request: Request) -> int:
     """Known tokens that still have to be computed; those of a sibling are its leader's."""
-    return max(0, request.known - request.computed - 1) if request.choice == 0 or request.output_len else 0
+    if request.choice and len(request.tokens) == request.prompt_len:
+        return 0
+    return max(0, len(request.tokens) - request.computed - 1)
