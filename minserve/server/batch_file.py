@@ -163,7 +163,7 @@ class Runner:
                         prepared = await self._calls.prepare(arrival, parse_object(line.body), {})
                     if prepared.stream:
                         raise RequestError("A line of a batch can't be streamed.", param="stream")
-                body, _ = await self._calls.whole(prepared)
+                body, generation = await self._calls.whole(prepared)
             except RequestError as error:
                 if error.code in _NOT_NOW:
                     return None
@@ -179,7 +179,7 @@ class Runner:
                 log.exception("line %d failed", line.number)
                 return answered(line, arrival.id, 500, error_body(unexpected(error)))
             else:
-                return answered(line, arrival.id, 200, body)
+                return answered(line, arrival.id, 200, body, generation.call.degraded)
 
     async def _stopped_within(self, seconds: float) -> bool:
         with suppress(TimeoutError):

@@ -138,9 +138,14 @@ class _Fault(msgspec.Struct):
     line: int
 
 
-def answered(line: Line, request_id: str, status: int, body: Any) -> dict[str, Any]:
-    """The result of a line that was run, also where it was refused or failed: then `body` is an error object."""
+def answered(line: Line, request_id: str, status: int, body: Any, degraded: str = "") -> dict[str, Any]:
+    """The result of a line that was run, also where it was refused or failed: then `body` is an error object.
+
+    degraded: what was cut under load; a field of the response only where something was.
+    """
     response = {"status_code": status, "request_id": request_id, "body": body}
+    if degraded:
+        response["degraded"] = degraded
     return {"id": _result_id(), "custom_id": line.custom_id, "response": response, "error": None}
 
 

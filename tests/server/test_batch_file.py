@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from minserve.config import AccountConfig, LimitConfig
+from minserve.config import AccountConfig, DegradationConfig, LimitConfig
 from minserve.request import FinishReason, RequestError, Submission
 from minserve.server.batch_file import Batch, Runner
 from minserve.server.batch_lines import BatchError, Line, Results, answered, faulty, read_lines, read_results, scan
@@ -132,6 +132,18 @@ async def run_batch(
     finally:
         await results.close()
     return results
+
+
+async def test_a_result_says_what_was_cut_under_load(tmp_path: Path) -> None:
+    target = tmp_path / "out.jsonl"
+    source = write(tmp_path / "in.jsonl", line("long"), line("short", COMPLETION | {"max_tokens": 2}))
+    degradation = DegradationConfig(enabled=True, shrink_to=3)
+    async with serving(degradation=degradation, local=AccountConfig(allow_shrink=True)) as server:
+        server.engine.seconds = 0.6 * server.services.config.pools.interactive.queue_timeout_s
+        await run_batch(server, source, target)
+    found = {result["custom_id"]: result["response"] for result in results_of(target)}
+    assert (found["long"]["degraded"], found["long"]["body"]["usage"]["completion_tokens"]) == ("shrink", 3)
+    assert "degraded" not in found["short"]
 
 
 async def test_every_line_gets_one_result_in_openais_form(tmp_path: Path) -> None:
