@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from minserve.backend.cuda_backend import kernels
-from tests.simt import emulator
+from tests.simt import emulator, instances
 from tests.simt.emulator import SimRawModule
 
 # Another folder with kernels, for scripts/mutate_kernels: what it holds replaces the file of that name.
@@ -21,6 +21,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if reason and item.path.parent == Path(__file__).parent and item.get_closest_marker("simt"):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def bundles() -> None:
+    if MUTANT is None:
+        for file, names in instances.INSTANCES.items():
+            emulator.bundles[kernels.flatten(f"{file}.cu")] = names + instances.TEST_ONLY.get(file, [])
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -103,6 +104,20 @@ def _headers() -> bytes:
     return b"".join(path.read_bytes() for path in sorted(INCLUDE.iterdir()))
 
 
+# Source -> kernels to compile together with any of them: most of g++'s time goes into what they share.
+bundles: dict[str, list[str]] = {}
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """One process compiles, the others wait for its result."""
+    import fcntl  # not on Windows, where nothing here runs
+
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def compile_library(code: str, options: Sequence[str], names: Iterable[str]) -> Path:
     """The shared library with these kernels, from the cache or from g++. KernelError with g++'s messages."""
     source = rewrite_shared(code)
@@ -113,10 +128,17 @@ def compile_library(code: str, options: Sequence[str], names: Iterable[str]) -> 
     key = hashlib.sha256(repr((unit, _headers(), CXXFLAGS, defines, CXX, _machine())).encode()).hexdigest()[:24]
     folder = cache_folder()
     library = folder / f"{key}.so"
-    if library.exists():
-        os.utime(library)
-        return library
     folder.mkdir(parents=True, exist_ok=True)
+    with _lock(folder / f"{key}.lock"):
+        if library.exists():
+            os.utime(library)
+        else:
+            _compile(unit, command, folder, library)
+            _prune(folder)
+    return library
+
+
+def _compile(unit: str, command: Sequence[str], folder: Path, library: Path) -> None:
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         path, made = Path(scratch) / "kernel.cpp", Path(scratch) / "kernel.o"
         path.write_text(unit)
@@ -129,15 +151,13 @@ def compile_library(code: str, options: Sequence[str], names: Iterable[str]) -> 
             if done.returncode:
                 raise KernelError(f"compilation failed:\n{done.stderr[:8000]}")
         os.replace(f"{scratch}/kernel.so", library)
-    _prune(folder)
-    return library
 
 
 def _prune(folder: Path) -> None:
     oldest = time.time() - UNUSED_DAYS * 86400
-    for path in folder.glob("*.so"):
+    for path in folder.iterdir():
         try:
-            if path.stat().st_mtime < oldest:
+            if path.is_file() and path.stat().st_mtime < oldest:
                 path.unlink()
         except FileNotFoundError:  # another process was faster
             continue
@@ -154,7 +174,9 @@ class SimRawModule:
     def __init__(
         self, *, code: str, options: Sequence[str] = (), name_expressions: Sequence[str] | None = None
     ) -> None:
-        self.names = list(name_expressions) if name_expressions is not None else plain_kernels(code)
+        names = list(name_expressions) if name_expressions is not None else plain_kernels(code)
+        bundle = bundles.get(code, [])
+        self.names = bundle if set(names) <= set(bundle) else names
         self.path = compile_library(code, options, self.names)
         self.library = ctypes.CDLL(str(self.path))
         self.library.simt_signature.restype = ctypes.c_char_p

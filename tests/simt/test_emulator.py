@@ -277,7 +277,7 @@ class TestCache:
         second = emulator.compile_library(code + "\n", (), ["f"])
         assert second.exists()
         assert not first.exists()
-        assert not [path for path in tmp_path.iterdir() if path.suffix != ".so"]
+        assert {path.suffix for path in tmp_path.iterdir()} == {".so", ".lock"}
 
     def test_it_lies_outside_the_tree(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("MINSERVE_SIMT_CACHE", raising=False)

@@ -1,0 +1,182 @@
+"""From a recorded forward pass to a list of instructions: what is fused, and which memory each result gets.
+
+Owns the fusions, found by use counts (a value with a single user can be computed by that user), and the assignment of
+buffers by liveness. It must not know how an instruction launches.
+
+Fused: a sum into the norm that follows it (and a norm of the branch before that); `take` into the norm after it; a
+bias into rope_kv; glu into the product before it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from minserve.backend.base import StepLimits
+from minserve.backend.cuda_backend import ops
+from minserve.backend.cuda_backend.ops import Buffer, Instruction, Machine, Scale
+from minserve.backend.cuda_backend.recorder import Recorder, Value
+
+SIZES = {"float": 4, "half": 2, "bf16": 2}
+DTYPES = {"float": np.float32, "half": np.float16, "bf16": np.uint16}
+
+
+@dataclass(slots=True)
+class Lowered:
+    """instructions, in order. logits: the output buffer [S, V] float32. arenas: the memory of all buffers."""
+
+    instructions: list[Instruction]
+    logits: Buffer
+    arenas: list[Any] = field(default_factory=list)
+
+
+class Lowering:
+    def __init__(self, machine: Machine, recorder: Recorder, output: Value, parts: Any) -> None:
+        """parts: scratch for attention, shared by all layers."""
+        if output.op != "linear" or not output.sampled:
+            raise ValueError("a forward pass must end with a linear layer on the rows of take")
+        self._m, self._output, self._parts = machine, output, parts
+        self._buffers: dict[int, Buffer] = {}  # by id of the value
+        self._uses: list[tuple[Instruction, list[Buffer]]] = []
+        for value in recorder.values:
+            getattr(self, f"_{value.op}")(value)
+
+    # -- buffers ---------------------------------------------------------------
+    def _buffer(self, value: Value) -> Buffer:
+        buffer = self._buffers.get(id(value))
+        if buffer is None:
+            kind = "float" if value.residual or value is self._output else self._m.compute
+            buffer = self._buffers[id(value)] = Buffer(kind, value.cols, value.sampled)
+        return buffer
+
+    def _emit(self, instruction: Instruction, *buffers: Buffer | None) -> None:
+        self._uses.append((instruction, [buffer for buffer in buffers if buffer is not None]))
+
+    def _narrow(self, x: Value) -> Buffer:
+        """x in the compute type: products take nothing else."""
+        source = self._buffer(x)
+        if source.type == self._m.compute:
+            return source
+        out = Buffer(self._m.compute, x.cols, x.sampled)
+        self._emit(ops.Cast(self._m, out, source), out, source)
+        return out
+
+    # -- fusion ----------------------------------------------------------------
+    def _norm_of_sum(self, total: Value) -> Value | None:
+        """The norm that computes this sum on its way, if one can."""
+        residual, branch = total.inputs
+        if not residual.residual or residual.users[-1] is not total or branch.residual or not total.users:
+            return None
+        user = total.users[0]
+        if user.op == "take" and total.sole_user is user and user.sole_user is not None:
+            user = user.sole_user
+        return user if user.op == "rms_norm" else None
+
+    def _sum_of_norm(self, norm: Value) -> Value | None:
+        """The sum whose fused norm also computes this norm of its branch (Gemma's norms after a branch)."""
+        total = norm.sole_user
+        if total is None or total.op != "add" or total.inputs[1] is not norm or norm.inputs[0].residual:
+            return None
+        return total if self._norm_of_sum(total) is not None else None
+
+    # -- one method per operation ------------------------------------------------
+    def _embed(self, v: Value) -> None:
+        out = self._buffer(v)
+        self._emit(ops.Embed(self._m, out, v.table, v.scale), out)
+
+    def _take(self, v: Value) -> None:
+        if v.sole_user is not None and v.sole_user.op == "rms_norm":
+            return
+        out, x = self._buffer(v), self._buffer(v.inputs[0])
+        self._emit(ops.Take(self._m, out, x), out, x)
+
+    def _add(self, v: Value) -> None:
+        if self._norm_of_sum(v) is not None:
+            return
+        residual, branch = v.inputs
+        if residual.residual and residual.users[-1] is v:
+            self._buffers[id(v)] = self._buffer(residual)
+        out, a, b = self._buffer(v), self._buffer(residual), self._buffer(branch)
+        self._emit(ops.Add(self._m, out, a, b), out, a, b)
+
+    def _rms_norm(self, v: Value) -> None:
+        if self._sum_of_norm(v) is not None:
+            return
+        x = v.inputs[0]
+        if x.op == "take" and x.sole_user is v:
+            x = x.inputs[0]
+        branch, post = None, None
+        if x.op == "add" and self._norm_of_sum(x) is v:
+            residual, summand = x.inputs
+            if summand.op == "rms_norm" and self._sum_of_norm(summand) is x:
+                post, summand = Scale(summand.weight, summand.eps), summand.inputs[0]
+            branch = self._buffer(summand)
+            self._buffers[id(x)] = self._buffer(residual)  # the sum takes the residual's place
+        out, source = self._buffer(v), self._buffer(x)
+        norm = ops.Norm(self._m, out, source, Scale(v.weight, v.eps), branch, post)
+        self._emit(norm, out, source, branch)
+
+    def _linear(self, v: Value) -> None:
+        w, glu = v.weight, v.sole_user
+        if glu is not None and glu.op == "glu" and w.pairs and w.bias is None:
+            out, x, wide = self._buffer(glu), self._narrow(v.inputs[0]), Buffer(self._m.compute, v.cols, v.sampled)
+            self._emit(ops.Linear(self._m, out, x, w, glu.activation, wide), out, x, wide)
+            return
+        out, x = self._buffer(v), self._narrow(v.inputs[0])
+        self._emit(ops.Linear(self._m, out, x, w), out, x)
+        if w.bias is not None and (v.sole_user is None or v.sole_user.op != "rope_write_kv"):
+            self._emit(ops.AddBias(self._m, out, w.bias), out)
+
+    def _glu(self, v: Value) -> None:
+        if id(v) in self._buffers:  # the product before it did it
+            return
+        out, x = self._buffer(v), self._narrow(v.inputs[0])
+        self._emit(ops.Glu(self._m, out, x, v.activation), out, x)
+
+    def _rope_write_kv(self, v: Value) -> None:
+        qkv = self._buffers[id(v)] = self._narrow(v.inputs[0])
+        bias = v.inputs[0].weight.bias if v.inputs[0].op == "linear" else None
+        norms = {"bias": bias, "q_norm": v.q_norm, "k_norm": v.k_norm, "eps": v.eps}
+        self._emit(ops.RopeKV(self._m, qkv, v.heads, v.rope, v.cache, **norms), qkv)
+
+    def _attention(self, v: Value) -> None:
+        out, q = self._buffer(v), self._buffer(v.inputs[0])
+        self._emit(ops.Attention(self._m, out, q, v.heads, v.cache, self._parts), out, q)
+
+    # -- memory ----------------------------------------------------------------
+    def finish(self, limits: StepLimits) -> Lowered:
+        """Give every buffer memory; those that are never live together share it."""
+        logits = self._buffer(self._output)
+        lives = live_ranges([buffers for _, buffers in self._uses], logits)
+        slots: list[tuple[int, int]] = []  # (bytes, last use) of each slot
+        chosen: list[tuple[Buffer, int]] = []
+        for buffer, (first, last) in lives:
+            size = SIZES[buffer.type] * buffer.cols * (limits.max_rows if buffer.sampled else limits.max_tokens)
+            free = [i for i, (_, until) in enumerate(slots) if until < first]
+            if free:  # the one that has to grow least, then the smallest
+                i = min(free, key=lambda i: (max(0, size - slots[i][0]), slots[i][0]))
+                slots[i] = max(size, slots[i][0]), last
+            else:
+                i = len(slots)
+                slots.append((size, last))
+            chosen.append((buffer, i))
+        arenas = [self._m.cp.empty(size, np.uint8) for size, _ in slots]
+        for buffer, i in chosen:
+            rows = limits.max_rows if buffer.sampled else limits.max_tokens
+            size = SIZES[buffer.type] * buffer.cols * rows
+            buffer.array = arenas[i][:size].view(DTYPES[buffer.type]).reshape(rows, buffer.cols)
+        return Lowered([instruction for instruction, _ in self._uses], logits, arenas)
+
+
+def live_ranges(uses: list[list[Buffer]], output: Buffer) -> list[tuple[Buffer, tuple[int, int]]]:
+    """(first, last) instruction that uses each buffer, in order of first use. The output is needed to the end."""
+    ranges: dict[int, tuple[Buffer, int, int]] = {}
+    for i, buffers in enumerate(uses):
+        for buffer in buffers:
+            _, first, _ = ranges.get(id(buffer), (buffer, i, i))
+            ranges[id(buffer)] = buffer, first, i
+    buffer, first, _ = ranges[id(output)]
+    ranges[id(output)] = buffer, first, len(uses)
+    return [(buffer, (first, last)) for buffer, first, last in ranges.values()]

@@ -1,0 +1,286 @@
+"""What each operation launches: the grids, the arguments and the choice between kernels.
+
+Owns one class per instruction of a lowered forward pass; calling it with a Step launches its kernels on the current
+stream. Everything an instruction needs is fixed when it is made, so that a call can be captured. It must not know the
+model, nor how buffers were assigned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from minserve.backend.base import Heads
+from minserve.backend.cuda_backend.blas import Blas, Output
+from minserve.backend.cuda_backend.kernels import Kernels
+from minserve.backend.cuda_backend.step import Step
+from minserve.backend.cuda_backend.weights import Matrix, Rope
+
+Instruction = Callable[[Step], None]
+
+# Rows up to which a product runs in skinny_gemm.cu instead of cuBLAS, by weight format. Dense: cuBLAS is as good from
+# about 8 rows on. Quantized: cuBLAS needs dequantized weights, 8 times the traffic of Int4.
+SKINNY_ROWS = {"Dense": 8, "Int8": 16, "Int4": 16, "Int4Min": 16}
+SLAB_BYTES = 16 << 20  # dequantized weights at a time: cuBLAS then finds them in the L2 cache
+NO_WINDOW = 1 << 30
+DECODE_TOKENS = 64  # tokens that a block of decode_attention.cu takes in at once; 32 for large heads
+ACTIVATIONS = {None: "kNone", "silu": "kSilu", "gelu": "kGelu"}
+i32, f32 = np.int32, np.float32
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What instructions are made for. compute: half or bf16. sms: multiprocessors. scratch: SLAB_BYTES of uint8."""
+
+    cp: Any
+    kernels: Kernels
+    blas: Blas
+    compute: str
+    sms: int
+    block_size: int
+    max_model_len: int
+    scratch: Any
+
+
+@dataclass(slots=True, eq=False)
+class Buffer:
+    """An activation of `cols` numbers a row, of type half, bf16 or float. `array` is set when memory is assigned."""
+
+    type: str
+    cols: int
+    sampled: bool  # S rows instead of T
+    array: Any = None
+
+    def rows(self, step: Step) -> int:
+        return step.shape.rows if self.sampled else step.shape.tokens
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+class Embed:
+    def __init__(self, m: Machine, out: Buffer, table: Matrix, scale: float) -> None:
+        self._kernel = m.kernels.get("embed", "embed", m.compute, table.format)
+        self._out, self._table, self._scale = out, table, f32(scale)
+
+    def __call__(self, step: Step) -> None:
+        t = self._table
+        source = t.data, t.scales, t.minima, step.inputs["token_ids"]
+        self._kernel((step.shape.tokens,), 128, self._out.array, *source, i32(t.k), self._scale)
+
+
+class Take:
+    def __init__(self, m: Machine, out: Buffer, x: Buffer) -> None:
+        self._kernel = m.kernels.get("embed", "take", x.type)
+        self._out, self._x = out, x
+
+    def __call__(self, step: Step) -> None:
+        rows = step.inputs["logit_rows"]
+        self._kernel((step.shape.rows,), 128, self._out.array, self._x.array, rows, i32(self._x.cols))
+
+
+class Cast:
+    def __init__(self, m: Machine, out: Buffer, x: Buffer) -> None:
+        self._kernel = m.kernels.get("add", "cast", out.type)
+        self._out, self._x = out, x
+
+    def __call__(self, step: Step) -> None:
+        n = self._out.rows(step) * self._out.cols
+        self._kernel((cdiv(n, 8 * 256),), 256, self._out.array, self._x.array, np.int64(n))
+
+
+class Add:
+    """out = residual + branch; out may be the residual."""
+
+    def __init__(self, m: Machine, out: Buffer, residual: Buffer, branch: Buffer) -> None:
+        self._kernel = m.kernels.get("add", "add", residual.type, branch.type)
+        self._out, self._residual, self._branch = out, residual, branch
+
+    def __call__(self, step: Step) -> None:
+        n = self._out.rows(step) * self._out.cols
+        arrays = self._out.array, self._residual.array, self._branch.array
+        self._kernel((cdiv(n, 8 * 256),), 256, *arrays, np.int64(n))
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """An RMSNorm: float32 weight [cols] and epsilon."""
+
+    weight: Any
+    eps: float
+
+
+class Norm:
+    """out = norm(x), or of x + branch, or of x + post(branch); x keeps the sum, unless only sampled rows are wanted."""
+
+    def __init__(
+        self, m: Machine, out: Buffer, x: Buffer, norm: Scale, branch: Buffer | None = None, post: Scale | None = None
+    ) -> None:
+        self._shared = 4 * x.cols
+        parameters = m.compute, x.type, 256, branch is not None, post is not None
+        self._kernel = m.kernels.get("rms_norm", "rms_norm", *parameters, shared=self._shared)
+        self._out, self._x, self._branch, self._norm = out, x, branch, norm
+        self._post = post or Scale(None, 0.0)
+        self._gather = out.sampled and not x.sampled
+
+    def __call__(self, step: Step) -> None:
+        branch = None if self._branch is None else self._branch.array
+        rows = step.inputs["logit_rows"] if self._gather else None
+        weights = self._post.weight, self._norm.weight, rows
+        scalars = i32(self._x.cols), f32(self._norm.eps), f32(self._post.eps)
+        arrays = self._out.array, self._x.array, branch
+        self._kernel((self._out.rows(step),), 256, *arrays, *weights, *scalars, shared=self._shared)
+
+
+class Linear:
+    """out = x @ weight.T; with an activation out = act(gate) * up of the weight's two halves, `wide` holding both."""
+
+    def __init__(
+        self,
+        m: Machine,
+        out: Buffer,
+        x: Buffer,
+        weight: Matrix,
+        activation: str | None = None,
+        wide: Buffer | None = None,
+    ) -> None:
+        self._m, self._out, self._x, self._weight, self._wide = m, out, x, weight, wide
+        self._columns = 8 if activation else 16
+        self._skinny = {}
+        for tiles in range(1, SKINNY_ROWS[weight.format] // 8 + 1):
+            parameters = m.compute, out.type, weight.format, tiles, ACTIVATIONS[activation]
+            self._skinny[tiles] = m.kernels.get("skinny_gemm", "skinny_gemm", *parameters)
+        self._glu = Glu(m, out, wide, activation) if wide is not None and activation is not None else None
+        if weight.format != "Dense":
+            self._dequantize = m.kernels.get("dequantize", "dequantize", m.compute, weight.format)
+
+    def __call__(self, step: Step) -> None:
+        rows, w = self._out.rows(step), self._weight
+        if rows > SKINNY_ROWS[w.format]:
+            self._large(step, rows)
+            return
+        kernel = self._skinny[cdiv(rows, 8)]
+        grid = (cdiv(self._out.cols, self._columns),)
+        source = self._x.array, w.data, w.scales, w.minima
+        kernel(grid, 256, self._out.array, *source, i32(rows), i32(self._out.cols), i32(w.k))
+
+    def _large(self, step: Step, rows: int) -> None:
+        """cuBLAS, for a quantized weight in slabs that are dequantized first."""
+        m, w, target = self._m, self._weight, self._wide or self._out
+        slab = w.n if w.format == "Dense" else SLAB_BYTES // (2 * w.k)
+        for first in range(0, w.n, slab):
+            n = min(slab, w.n - first)
+            dense = w.data
+            if w.format != "Dense":
+                dense = m.scratch
+                packed = w.data, w.scales, w.minima
+                self._dequantize((cdiv(n * w.k, 8 * 256),), 256, dense, *packed, i32(first), i32(n), i32(w.k))
+            out = Output(target.array, target.type, w.n, first)
+            m.blas.linear(out, self._x.array, dense, rows, n, w.k, m.compute)
+        if self._glu is not None:
+            self._glu(step)
+
+
+class AddBias:
+    def __init__(self, m: Machine, x: Buffer, bias: Any) -> None:
+        self._kernel = m.kernels.get("add", "add_bias", x.type)
+        self._x, self._bias = x, bias
+
+    def __call__(self, step: Step) -> None:
+        n = self._x.rows(step) * self._x.cols
+        self._kernel((cdiv(n, 256),), 256, self._x.array, self._bias, i32(self._x.cols), np.int64(n))
+
+
+class Glu:
+    def __init__(self, m: Machine, out: Buffer, x: Buffer, activation: str) -> None:
+        self._kernel = m.kernels.get("glu", "glu", m.compute, activation == "gelu")
+        self._out, self._x = out, x
+
+    def __call__(self, step: Step) -> None:
+        rows, width = self._out.rows(step), self._out.cols
+        grid = (cdiv(rows * width, 8 * 256),)
+        self._kernel(grid, 256, self._out.array, self._x.array, i32(rows), i32(width))
+
+
+class RopeKV:
+    """Bias, per-head norms and rotation of qkv in place; keys and values into the cache."""
+
+    def __init__(
+        self,
+        m: Machine,
+        qkv: Buffer,
+        heads: Heads,
+        rope: Rope,
+        cache: Any,
+        *,
+        bias: Any = None,
+        q_norm: Any = None,
+        k_norm: Any = None,
+        eps: float = 0.0,
+    ) -> None:
+        self._kernel = m.kernels.get("rope_kv", "rope_kv", m.compute, heads.dim, m.block_size)
+        self._qkv, self._heads, self._rope, self._cache = qkv, heads, rope, cache
+        self._weights = bias, q_norm, k_norm
+        self._eps = f32(eps)
+
+    def __call__(self, step: Step) -> None:
+        h, rope = self._heads, self._rope
+        grid = (cdiv(h.q + 2 * h.kv, 4), step.shape.tokens)
+        tables = rope.cos, rope.sin, step.inputs["positions"], step.inputs["slots"]
+        sizes = i32(h.q), i32(h.kv), i32(rope.half)
+        self._kernel(grid, 128, self._qkv.array, self._cache, *self._weights, *tables, *sizes, self._eps)
+
+
+def decode_splits(m: Machine, heads: Heads, requests: int) -> int:
+    """Parts a request's context is cut into: enough for two blocks on every multiprocessor, at most one per step."""
+    span = m.max_model_len if heads.window is None else min(m.max_model_len, heads.window + DECODE_TOKENS)
+    wanted = cdiv(2 * m.sms, heads.kv * requests)
+    return max(1, min(wanted, cdiv(span, DECODE_TOKENS), 64))
+
+
+class Attention:
+    """Requests with one new token through decode_attention.cu, the others through prefill_attention.cu."""
+
+    def __init__(self, m: Machine, out: Buffer, q: Buffer, heads: Heads, cache: Any, parts: Any) -> None:
+        """parts: float32 scratch, see part_words."""
+        self._m, self._out, self._q, self._heads, self._cache, self._parts = m, out, q, heads, cache, parts
+        softcap = heads.softcap is not None
+        pitch = 2 * (heads.dim + 8)  # bytes of a row in shared memory
+        self._warps, tiles = (4, 2) if heads.dim <= 128 else (2, 1)
+        self._prefill_rows = 64 * tiles
+        parameters = m.compute, heads.dim, m.block_size, softcap
+        self._decode_shared = self._warps * 4 * 16 * pitch
+        self._prefill_shared = (self._prefill_rows + 4 * 32) * pitch
+        file = "decode_attention"
+        self._decode = m.kernels.get(file, "decode_attention", *parameters, shared=self._decode_shared)
+        self._combine = m.kernels.get(file, "decode_combine", m.compute, heads.dim)
+        file = "prefill_attention"
+        self._prefill = m.kernels.get(file, "prefill_attention", *parameters, shared=self._prefill_shared)
+
+    @staticmethod
+    def part_words(m: Machine, heads: Heads, max_requests: int) -> int:
+        """float32 words of scratch that partial results of any number of requests need."""
+        most = max(decode_splits(m, heads, r) * r for r in range(1, max_requests + 1))
+        return most * heads.q * (heads.dim + 2)
+
+    def __call__(self, step: Step) -> None:
+        h, inputs, requests = self._heads, step.inputs, step.shape.requests
+        batch = inputs["block_tables"], inputs["table_starts"], inputs["context_lens"], inputs["query_starts"]
+        sizes = i32(self._q.cols), i32(h.q // h.kv), i32(h.kv), i32(h.window or NO_WINDOW)
+        rest = self._q.array, self._cache, *batch, *sizes, f32(h.scale), f32(h.softcap or 0)
+        if step.longest > 1:
+            grid = (cdiv(step.longest * (h.q // h.kv), self._prefill_rows), h.kv, requests)
+            self._prefill(grid, 128, self._out.array, *rest, shared=self._prefill_shared)
+        if step.singles:
+            splits = decode_splits(self._m, h, requests)
+            most = requests * h.q * splits * h.dim
+            parts, stats = self._parts[:most], self._parts[most:]
+            grid, outputs = (splits, h.kv, requests), (self._out.array, parts, stats)
+            self._decode(grid, 32 * self._warps, *outputs, *rest, shared=self._decode_shared)
+            if splits > 1:
+                arguments = self._out.array, parts, stats, inputs["query_starts"], i32(splits)
+                self._combine((h.q, requests), h.dim, *arguments)

@@ -1,0 +1,119 @@
+"""Sampling on the device: the launches around sampling.cu, logprobs.cu and seats.cu.
+
+Owns the penalty counts of the seats and the buffers between logits and tokens. The specification is
+minserve/backend/sampling.py. It must not know how logits were made. Its launches are not part of a graph: they are
+queued while the graph still runs, so their host time is hidden, and steps that are off cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from minserve.backend.base import StepLimits
+from minserve.backend.cuda_backend.kernels import Kernels
+from minserve.backend.cuda_backend.step import Step
+from minserve.batch import Batch, Sampled, SamplingArrays, SeatReset
+from minserve.request import TokenLogprob
+
+THREADS = 1024
+ADJUSTED_ROWS = 32  # rows with penalties, bias or mask that are prepared at a time: bounds a buffer of [rows, V] floats
+i32 = np.int32
+
+
+def adjusted_rows(arrays: SamplingArrays) -> npt.NDArray[np.bool_]:
+    """The rows whose logits change before the draw [S]."""
+    rows: npt.NDArray[np.bool_] = np.diff(arrays.bias_starts) > 0
+    rows |= (arrays.seats >= 0) & (arrays.penalties != np.array([0, 0, 1], np.float32)).any(axis=1)
+    if arrays.mask is not None:
+        rows[:] = True
+    return rows & (arrays.targets < 0)
+
+
+class Sampler:
+    def __init__(self, cp: Any, kernels: Kernels, limits: StepLimits, vocab_size: int) -> None:
+        self._cp, self._vocab = cp, vocab_size
+        self._stride = -(-vocab_size // 2) * 2  # 16-bit counts of a seat, two to a word
+        self._counts = cp.zeros((limits.max_requests, self._stride), np.uint16)
+        self._adjusted = cp.empty((min(ADJUSTED_ROWS, limits.max_rows), vocab_size), np.float32)
+        self._tokens = cp.empty(limits.max_rows, np.int32)
+        pinned = cp.cuda.alloc_pinned_memory(4 * limits.max_rows)
+        self._host_tokens = np.frombuffer(pinned, np.int32, limits.max_rows)
+        self._reset = kernels.get("seats", "reset_seat")
+        self._adjust = kernels.get("sampling", "adjust", THREADS)
+        self._sample = kernels.get("sampling", "sample", THREADS)
+        self._logprobs = kernels.get("logprobs", "logprobs", THREADS)
+
+    def reset(self, resets: Sequence[SeatReset]) -> None:
+        """Count what the seats' new owners already know."""
+        for reset in resets:
+            tokens = self._cp.asarray(np.concatenate([reset.prompt, reset.output, [0]]).astype(np.int32))
+            known = i32(len(reset.prompt)), i32(len(reset.prompt) + len(reset.output))
+            row = self._counts[reset.seat].view(np.uint32)
+            self._reset((1,), THREADS, row, tokens, *known, i32(self._stride // 2))
+
+    def draw(self, logits: Any, batch: Batch, step: Step, adjusted: npt.NDArray[np.bool_]) -> Sampled:
+        """One token a row of logits [S, V], counted by seat; waits for the result."""
+        rows, arrays = batch.num_rows, batch.sampling
+        if rows == 0:
+            return Sampled(np.empty(0, np.int32), ())
+        inputs, sizes = step.inputs, (i32(self._vocab), i32(self._stride))
+        changes = self._changes(arrays) if adjusted.any() else None
+        at_once = len(self._adjusted) if changes is not None else rows
+        for first in range(0, rows, at_once):
+            grid = (min(at_once, rows - first),)
+            flags = inputs["adjusted"], self._counts
+            if changes is not None:
+                penalties, *rest = changes
+                arguments = self._adjusted, logits, *flags, penalties, inputs["seats"], *rest
+                self._adjust(grid, THREADS, *arguments, *sizes, i32(first))
+            knobs = [
+                inputs[name] for name in ("temperature", "top_k", "top_p", "min_p", "uniforms", "targets", "seats")
+            ]
+            arguments = self._tokens, logits, self._adjusted, *flags, *knobs
+            self._sample(grid, THREADS, *arguments, *sizes, i32(first))
+        described = self._describe(logits, arrays, step, rows)
+        tokens = self._host_tokens[:rows]
+        self._tokens[:rows].get(out=tokens, blocking=False)
+        self._cp.cuda.get_current_stream().synchronize()
+        return Sampled(tokens.copy(), collect(tokens, arrays, described))
+
+    def _changes(self, arrays: SamplingArrays) -> list[Any]:
+        """penalties, bias (starts, ids, values) and masks on the device."""
+        asarray = self._cp.asarray
+        bias = arrays.bias_starts, np.append(arrays.bias_ids, i32(0)), np.append(arrays.bias_values, np.float32(0))
+        mask = None if arrays.mask is None else asarray(np.ascontiguousarray(arrays.mask))
+        return [asarray(np.ascontiguousarray(arrays.penalties)), *map(asarray, bias), mask]
+
+    def _describe(self, logits: Any, arrays: SamplingArrays, step: Step, rows: int) -> list[npt.NDArray[Any]] | None:
+        """Log probabilities of the tokens [S], ids and log probabilities of the best [S, k], where a row wants any."""
+        if not ((arrays.logprobs >= 0) | (arrays.targets >= 0)).any():
+            return None
+        k = max(1, min(int(arrays.logprobs.max()), self._vocab))
+        out = [
+            self._cp.empty(shape, t)
+            for shape, t in ((rows, np.float32), ((rows, k), np.int32), ((rows, k), np.float32))
+        ]
+        wanted = self._tokens, step.inputs["targets"], step.inputs["logprobs"]
+        self._logprobs((rows,), THREADS, *out, logits, *wanted, i32(self._vocab), i32(k))
+        return [array.get() for array in out]
+
+
+def collect(
+    tokens: npt.NDArray[np.int32], arrays: SamplingArrays, described: list[npt.NDArray[Any]] | None
+) -> tuple[TokenLogprob | None, ...]:
+    if described is None:
+        return (None,) * len(tokens)
+    logprobs, ids, values = described
+    out: list[TokenLogprob | None] = []
+    for s, token in enumerate(tokens):
+        if token < 0 or (arrays.logprobs[s] < 0 and arrays.targets[s] < 0):
+            out.append(None)
+            continue
+        k = max(0, min(int(arrays.logprobs[s]), ids.shape[1]))
+        top = tuple((int(i), float(v)) for i, v in zip(ids[s, :k], values[s, :k], strict=True))
+        out.append(TokenLogprob(int(token), float(logprobs[s]), top))
+    return tuple(out)
