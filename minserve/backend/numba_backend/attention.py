@@ -5,6 +5,8 @@ values. Decoding requests are further split by chunks of keys. Chunks begin at m
 folded in order, each with its own maximum, so a token's result depends on its own keys alone: not on the threads, nor
 on batch mates, nor on how its prompt was cut into steps.
 
+Scores are in units of ln 2 (the queries are scaled by log2 e), so that weights are powers of two.
+
 Softmax with a running maximum: Milakov and Gimelshein 2018; tiles of keys: FlashAttention, Dao et al. 2022.
 """
 
@@ -13,7 +15,7 @@ Softmax with a running maximum: Milakov and Gimelshein 2018; tiles of keys: Flas
 from __future__ import annotations
 
 from minserve.backend.numba_backend.dot import bf16_tile, tile_store, zeros_like
-from minserve.backend.numba_backend.jit import Kernel, helper, inlined, kernel
+from minserve.backend.numba_backend.jit import Kernel, helper, merged, variant
 from minserve.backend.numba_backend.layout import (
     BLOCK,
     CHUNK,
@@ -24,7 +26,7 @@ from minserve.backend.numba_backend.layout import (
     TABLE_WIDTH,
     TABLES,
 )
-from minserve.backend.numba_backend.mathlib import F, vexp, vtanh
+from minserve.backend.numba_backend.mathlib import F, vexp2, vtanh
 from minserve.backend.numba_backend.quantize import first_chunk, merge_weights, partial_count
 from minserve.backend.numba_backend.simd import (
     f32,
@@ -36,7 +38,7 @@ from minserve.backend.numba_backend.simd import (
     i64,
     load_f32,
     load_u8,
-    prefetch,
+    prefetch_l2,
     set_f32,
     set_i32,
     set_i64,
@@ -47,7 +49,7 @@ from minserve.backend.numba_backend.simd import (
 )
 
 
-@inlined
+@merged
 def load_queries(row, i, dim, scale, q, r, n_rows, scratch):
     """Query row r, scaled, as bfloat16 pairs: q [dim/2][rows][2]."""
     for j in range(0, dim, 16):
@@ -56,22 +58,30 @@ def load_queries(row, i, dim, scale, q, r, n_rows, scratch):
         set_i32(q, d * n_rows + r, i32(scratch, d))
 
 
-@inlined
-def scores(zero, n_rows, q, keys, table, first, last, dim, s):
-    """s [blocks][rows][16 tokens] = q . k for blocks first..last of a request's table."""
+@merged
+def scores(zero, n_rows, q, keys, table, first, last, dim, s, ahead, ahead_table):
+    """s [blocks][rows][16 tokens] = q . k for blocks first..last of a request's table.
+
+    ahead, ahead_table: keys and block ids of the task that follows, as many blocks of which are fetched meanwhile; 0:
+    nothing is.
+    """
     words = BLOCK * dim * 4
     for c in range(first, last):
         block = keys + i32(table, c) * words
-        follower = keys + i32(table, min(c + 1, last - 1)) * words
         tile = zero
-        for d in range(dim // 2):
-            prefetch(follower + d * 64)
-            prefetch(block + BLOCK * dim * 2 + d * 64)
-            tile = bf16_tile(tile, load_u8(block, d * 64), q, d * n_rows * 4, 1)
+        if ahead:
+            follower = ahead + i32(ahead_table, c - first) * words
+            for d in range(dim // 2):
+                prefetch_l2(follower + d * 128)
+                prefetch_l2(follower + d * 128 + 64)
+                tile = bf16_tile(tile, load_u8(block, d * 64), q, d * n_rows * 4, 1)
+        else:
+            for d in range(dim // 2):
+                tile = bf16_tile(tile, load_u8(block, d * 64), q, d * n_rows * 4, 1)
         tile_store(tile, s, (c - first) * n_rows * 16, 16)
 
 
-@inlined
+@merged
 def mask_scores(s, at, block, first_key, last_key, mask):
     """Hide the keys of one block outside first_key..last_key. mask [17][16]: row n hides all but the first n lanes;
     mask + 17 rows: row n hides the first n."""
@@ -98,31 +108,53 @@ def softmax_row(s, r, n_rows, first, last, first_key, last_key, cap, mask, weigh
     top, total = splat(largest), splat(F(0))
     for c in range(last - first):
         at = (c * n_rows + r) * 16
-        e = vexp(load_f32(s, at) - top)
+        e = vexp2(load_f32(s, at) - top)
         store_bf16(weights, at, e)
         total = total + e
     return largest, hsum(total)
 
 
-@inlined
+@merged
 def weighted_values(zero, n_rows, weights, keys, table, first, last, dim, out):
-    """out [rows][dim] = weights . v, summed over the blocks in registers. v [token pairs][dim][2]."""
-    words = BLOCK * dim * 4
-    for j in range(0, dim, 16):
+    """out [rows][dim] = weights . v, summed over the blocks in registers. v [token pairs][dim][2].
+
+    Small tiles take 64 dims at a time, so that values are read from memory in the order in which they lie.
+    """
+    words, j = BLOCK * dim * 4, 0
+    if len(zero) <= 4:
+        while j + 64 <= dim:
+            a, b, c, d = zero, zero, zero, zero
+            for i in range(first, last):
+                v = keys + i32(table, i) * words + BLOCK * dim * 2 + j * 4
+                w = weights + (i - first) * n_rows * 32
+                for t in range(BLOCK // 2):
+                    a = bf16_tile(a, load_u8(v, t * dim * 4), w, t * 4, 8)
+                    b = bf16_tile(b, load_u8(v, t * dim * 4 + 64), w, t * 4, 8)
+                    c = bf16_tile(c, load_u8(v, t * dim * 4 + 128), w, t * 4, 8)
+                    d = bf16_tile(d, load_u8(v, t * dim * 4 + 192), w, t * 4, 8)
+            tile_store(a, out, j, dim)
+            tile_store(b, out, j + 16, dim)
+            tile_store(c, out, j + 32, dim)
+            tile_store(d, out, j + 48, dim)
+            j += 64
+    while j < dim:
         tile = zero
-        for c in range(first, last):
-            v = keys + i32(table, c) * words + BLOCK * dim * 2 + j * 4
-            w = weights + (c - first) * n_rows * 32
+        for i in range(first, last):
+            v = keys + i32(table, i) * words + BLOCK * dim * 2 + j * 4
+            w = weights + (i - first) * n_rows * 32
             for t in range(BLOCK // 2):
                 tile = bf16_tile(tile, load_u8(v, t * dim * 4), w, t * 4, 8)
         tile_store(tile, out, j, dim)
+        j += 16
 
 
-@helper
-def attend_chunk(shape, n_rows, q, keys, table, first, last, dim, limits, cap, mask, s, weights, out, stats):
+@merged
+def attend_chunk(
+    shape, n_rows, q, keys, table, first, last, dim, limits, cap, mask, s, weights, out, stats, ahead, ahead_table
+):
     """One chunk of keys: out [rows][dim] unnormalized sums, stats [rows][2] maximum and denominator."""
     zero = zeros_like(shape)
-    scores(zero, n_rows, q, keys, table, first, last, dim, s)
+    scores(zero, n_rows, q, keys, table, first, last, dim, s, ahead, ahead_table)
     for r in range(n_rows):
         first_key, last_key = i64(limits, 2 * r), i64(limits, 2 * r + 1)
         top, total = softmax_row(s, r, n_rows, first, last, first_key, last_key, cap, mask, weights)
@@ -131,7 +163,7 @@ def attend_chunk(shape, n_rows, q, keys, table, first, last, dim, limits, cap, m
     weighted_values(zero, n_rows, weights, keys, table, first, last, dim, out)
 
 
-@helper
+@merged
 def fold(n_rows, dim, chunk_first, chunk_last, limits, out, stats, total, totals):
     """total, totals <- folded with one chunk's out, stats, for the rows that see any of its keys."""
     for r in range(n_rows):
@@ -144,17 +176,20 @@ def fold(n_rows, dim, chunk_first, chunk_last, limits, out, stats, total, totals
                 store_f32(total, j, fma(load_f32(total, j), keep, load_f32(out, j) * new))
 
 
-@helper
-def attend(shape, task, p, tid):
+@merged
+def attend(shape, task, following, p, tid):
     """One task: `tokens` tokens of request r from token t on, kv head h, chunks of keys c0..c1; part >= 0: leave the
-    result of the only chunk as that part. shape: a tuple as long as the tile has rows."""
-    n_rows = len(shape)
-    r, t, tokens, h, c0, c1, part = task
+    result of the only chunk as that part. shape: a tuple as long as the tile has rows; their number is also given as
+    a value, lest LLVM unroll every loop over them, which takes it many seconds and gains nothing."""
+    r, t, tokens, h, c0, c1, part, n_rows = task
     out, qkv, partial, slots = i64(p, 0), i64(p, 1), i64(p, 2), i64(p, 3)
     heads, kv_heads, dim, keys, blocks = i64(p, 4), i64(p, 5), i64(p, 6), i64(p, 7), i64(p, 8)
     batch, mask, stride = i64(p, 9), i64(p, 13), i64(p, 16)
     scale, cap, window, group = F(f64(p, 14)), F(f64(p, 15)), i64(p, 17), heads // kv_heads
     table = i64(batch, TABLES) + r * i64(batch, TABLE_WIDTH) * 4
+    next_r, next_h, next_c = following
+    ahead = keys + next_h * blocks * BLOCK * dim * 4 if next_r >= 0 else 0
+    ahead_table = i64(batch, TABLES) + (next_r * i64(batch, TABLE_WIDTH) + next_c * CHUNK) * 4
     keys += h * blocks * BLOCK * dim * 4
     # scratch: scores, sums of a chunk, running sums, statistics, limits, weights, queries
     s = i64(p, 11) + tid * i64(p, 12)
@@ -179,7 +214,9 @@ def attend(shape, task, p, tid):
     last = i32(positions, t + tokens - 1) // BLOCK + 1
     for c in range(c0, c1):
         b0, b1 = c * CHUNK, min(last, (c + 1) * CHUNK)
-        attend_chunk(shape, n_rows, q, keys, table, b0, b1, dim, limits, cap, mask, s, weights, sums, stats)
+        attend_chunk(
+            shape, n_rows, q, keys, table, b0, b1, dim, limits, cap, mask, s, weights, sums, stats, ahead, ahead_table
+        )
         if part < 0:
             fold(n_rows, dim, b0, b1, limits, sums, stats, total, totals)
     for row in range(tokens * group):
@@ -197,81 +234,89 @@ def attend(shape, task, p, tid):
             set_f32(place, dim + 1, f32(stats, 2 * row + 1))
 
 
-@inlined
-def attention(tid, threads, p, one, many):
-    """Deal the tasks round robin. one, many: tuples whose lengths are the query rows of a tile, for requests with one
-    token in this step and with several."""
-    kv_heads, batch, tile, window = i64(p, 5), i64(p, 9), i64(p, 10), i64(p, 17)
+@helper
+def advance(batch, window, kv_heads, r, i, by):
+    """The task that stands `by` places after task i of request r: (request, task), the number of requests at the end.
+
+    A request with one token has a task per kv head and chunk of keys.
+    """
+    requests, starts, positions = i64(i64(batch, HEADER), REQUESTS), i64(batch, STARTS), i64(batch, POSITIONS)
+    while r < requests:
+        t = i32(starts, r)
+        if i32(starts, r + 1) - t == 1:
+            tasks = kv_heads * partial_count(batch, r, i32(positions, t), window)
+            if i + by < tasks:
+                return r, i + by
+            by -= tasks - i
+        r, i = r + 1, 0
+    return r, 0
+
+
+@merged
+def attend_ones(tid, threads, p, shape):
+    """Requests with one token in this step, split by chunks of keys. Tasks are dealt round robin."""
+    kv_heads, batch, window, n_rows = i64(p, 5), i64(p, 9), i64(p, 17), i64(p, 18)
+    requests, starts, positions = i64(i64(batch, HEADER), REQUESTS), i64(batch, STARTS), i64(batch, POSITIONS)
+    r, i = advance(batch, window, kv_heads, 0, 0, tid)
+    while r < requests:
+        position = i32(positions, i32(starts, r))
+        count, c0 = partial_count(batch, r, position, window), first_chunk(position, window)
+        c, part = c0 + i % count, i % count if count > 1 else -1
+        next_r, next_i = advance(batch, window, kv_heads, r, i, threads)
+        following = -1, 0, 0
+        if next_r < requests:
+            position = i32(positions, i32(starts, next_r))
+            next_count, next_c = partial_count(batch, next_r, position, window), first_chunk(position, window)
+            following = next_r, next_i // next_count, next_c + next_i % next_count
+        attend(shape, (r, i32(starts, r), 1, i // count, c, c + 1, part, n_rows), following, p, tid)
+        r, i = next_r, next_i
+
+
+@merged
+def attend_many(tid, threads, p, shape):
+    """Requests with several tokens, `tile` of them per task."""
+    kv_heads, batch, tile, window, n_rows = i64(p, 5), i64(p, 9), i64(p, 10), i64(p, 17), i64(p, 18)
     header, starts, positions = i64(batch, HEADER), i64(batch, STARTS), i64(batch, POSITIONS)
     task = 0
     for r in range(i64(header, REQUESTS)):
         t0, t1 = i32(starts, r), i32(starts, r + 1)
-        if t1 - t0 == 1:
-            position = i32(positions, t0)
-            count, c0 = partial_count(batch, r, position, window), first_chunk(position, window)
-            for h in range(kv_heads):
-                for c in range(count):
-                    if task % threads == tid:
-                        part = c if count > 1 else -1
-                        attend(one, (r, t0, 1, h, c0 + c, c0 + c + 1, part), p, tid)
-                    task += 1
-        else:
+        if t1 - t0 > 1:
             for t in range(t0, t1, tile):
                 tokens = min(tile, t1 - t)
                 c0 = first_chunk(i32(positions, t), window)
                 c1 = i32(positions, t + tokens - 1) // (CHUNK * BLOCK) + 1
                 for h in range(kv_heads):
-                    if task % threads == tid:
-                        attend(many, (r, t, tokens, h, c0, c1, -1), p, tid)
+                    if task % threads == threads - 1 - tid:  # from the other end than attend_ones: evens the load
+                        attend(shape, (r, t, tokens, h, c0, c1, -1, n_rows), (-1, 0, 0), p, tid)
                     task += 1
 
 
 FIELDS = (
     "out qkv partial slots heads kv_heads dim cache blocks batch tile scratch scratch_stride mask scale softcap stride"
-    " window"
+    " window tile_rows"
 )
 
 
-# One kernel per padded number of query heads that share a kv head: compiled only when a model needs it.
+def _ones(tid, threads, rows, p):
+    attend_ones(tid, threads, p, SHAPE)  # noqa: F821  (bound by variant)
 
 
-@kernel(FIELDS)
-def attention_1(tid, threads, rows, p):
-    attention(tid, threads, p, (0,) * 1, (0,) * 12)
+def _many(tid, threads, rows, p):
+    attend_many(tid, threads, p, SHAPE)  # noqa: F821
 
 
-@kernel(FIELDS)
-def attention_2(tid, threads, rows, p):
-    attention(tid, threads, p, (0,) * 2, (0,) * 12)
-
-
-@kernel(FIELDS)
-def attention_4(tid, threads, rows, p):
-    attention(tid, threads, p, (0,) * 4, (0,) * 12)
-
-
-@kernel(FIELDS)
-def attention_8(tid, threads, rows, p):
-    attention(tid, threads, p, (0,) * 8, (0,) * 16)
-
-
-@kernel(FIELDS)
-def attention_16(tid, threads, rows, p):
-    attention(tid, threads, p, (0,) * 16, (0,) * 16)
-
-
-# (query heads per kv head up to, query rows of a tile with many tokens, kernel)
-ATTENTION: tuple[tuple[int, int, Kernel], ...] = (
-    (1, 12, attention_1),
-    (2, 12, attention_2),
-    (4, 12, attention_4),
-    (8, 16, attention_8),
-    (16, 16, attention_16),
-)
+# By rows of a tile. One token: the query heads of a kv head, padded. Several: as many tokens as fill 12 or 16 rows.
+ONES: dict[int, Kernel] = {n: variant(_ones, FIELDS, f"attention_ones_{n}", SHAPE=(0,) * n) for n in (1, 2, 4, 8, 16)}
+MANY: dict[int, Kernel] = {n: variant(_many, FIELDS, f"attention_many_{n}", SHAPE=(0,) * n) for n in (12, 16)}
 MOST_GROUP = 16
+
+
+def tile_rows(group: int) -> tuple[int, int]:
+    """Rows of the two tiles for so many query heads per kv head."""
+    return next(n for n in ONES if n >= group), 12 if 12 // group * group > 16 // group * group - 4 else 16
 
 
 def scratch_bytes(group: int, dim: int) -> int:
     """Scratch of one thread."""
-    rows = next(max(one, many) for one, many, _ in ATTENTION if group <= one)
+    rows = max(tile_rows(group))
     return rows * (CHUNK * 64 + 2 * dim * 4 + 16 + 16 + CHUNK * 32 + dim * 2) + 64 * 8

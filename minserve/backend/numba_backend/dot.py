@@ -22,10 +22,12 @@ from minserve.backend.numba_backend.jit import cpu_has
 from minserve.backend.numba_backend.simd import (
     F32,
     FAST,
+    HAS_BF16,
     I8,
     I16,
     I32,
     I64,
+    BFloat,
     call,
     constant,
     f32x16,
@@ -38,22 +40,8 @@ from minserve.backend.numba_backend.simd import (
 )
 
 HAS_VNNI = cpu_has("avx512vnni")
-HAS_BF16 = cpu_has("avx512bf16")
 HAS_AVX2 = cpu_has("avx2") and not HAS_VNNI
 i64t = types.int64
-
-
-class BFloat(ir.Type):
-    """llvmlite has no bfloat; as an element type it only needs to print."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, BFloat)
-
-    def __hash__(self) -> int:
-        return hash("bfloat")
 
 
 def _accepts(declaration: str) -> bool:

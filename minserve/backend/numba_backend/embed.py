@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from minserve.backend.numba_backend.jit import Kernel, inlined, kernel
+from minserve.backend.numba_backend.jit import Kernel, inlined, variant
 from minserve.backend.numba_backend.layout import GROUP, TOKEN_IDS
 from minserve.backend.numba_backend.linear import group_at, k_group_at
 from minserve.backend.numba_backend.mathlib import F, share
@@ -111,50 +111,21 @@ def embed(tid, threads, rows, p, weight):
 FIELDS = "out table block_bytes padded scale batch"
 
 
-@kernel(FIELDS)
-def embed_bf16(tid, threads, rows, p):
-    embed(tid, threads, rows, p, weight_bf16)
+def _embed(tid, threads, rows, p):
+    embed(tid, threads, rows, p, WEIGHT)  # noqa: F821  (bound by variant)
 
 
-@kernel(FIELDS)
-def embed_q4_0(tid, threads, rows, p):
-    embed(tid, threads, rows, p, weight_q4_0)
-
-
-@kernel(FIELDS)
-def embed_q4_1(tid, threads, rows, p):
-    embed(tid, threads, rows, p, weight_q4_1)
-
-
-@kernel(FIELDS)
-def embed_q5_0(tid, threads, rows, p):
-    embed(tid, threads, rows, p, weight_q5_0)
-
-
-@kernel(FIELDS)
-def embed_q5_1(tid, threads, rows, p):
-    embed(tid, threads, rows, p, weight_q5_1)
-
-
-@kernel(FIELDS)
-def embed_q8_0(tid, threads, rows, p):
-    embed(tid, threads, rows, p, weight_q8_0)
-
-
-@kernel(FIELDS)
-def embed_q4_k(tid, threads, rows, p):
-    embed(tid, threads, rows, p, weight_q4_k)
-
-
-@kernel(FIELDS)
-def embed_q5_k(tid, threads, rows, p):
-    embed(tid, threads, rows, p, weight_q5_k)
-
-
-@kernel(FIELDS)
-def embed_q6_k(tid, threads, rows, p):
-    embed(tid, threads, rows, p, weight_q6_k)
-
-
-_EMBEDS = (embed_bf16, embed_q4_0, embed_q4_1, embed_q5_0, embed_q5_1, embed_q8_0, embed_q4_k, embed_q5_k, embed_q6_k)
-EMBED: dict[str, Kernel] = {k.name.removeprefix("embed_"): k for k in _EMBEDS}
+_WEIGHTS = {
+    "bf16": weight_bf16,
+    "q4_0": weight_q4_0,
+    "q4_1": weight_q4_1,
+    "q5_0": weight_q5_0,
+    "q5_1": weight_q5_1,
+    "q8_0": weight_q8_0,
+    "q4_k": weight_q4_k,
+    "q5_k": weight_q5_k,
+    "q6_k": weight_q6_k,
+}
+EMBED: dict[str, Kernel] = {
+    form: variant(_embed, FIELDS, f"embed_{form}", WEIGHT=weight) for form, weight in _WEIGHTS.items()
+}

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import llvmlite
@@ -33,9 +34,13 @@ from numba import cfunc, njit, types
 OPTIONS = {"fastmath": {"contract", "reassoc", "nsz"}, "error_model": "numpy"}
 
 # Helpers are compiled into the kernels that call them and need no cache entry of their own. LLVM decides whether a
-# helper is inlined; `inlined` leaves it no choice, for those that pass vectors around.
-helper = njit(nogil=True, **OPTIONS)
-inlined = njit(nogil=True, forceinline=True, **OPTIONS)
+# helper is inlined; `inlined` leaves it no choice, for those that pass vectors around. numba lets LLVM optimize every
+# function together with all it calls, once per level of nesting; `merged` functions are inlined by numba before that,
+# which keeps the large ones from being compiled over and over.
+_INNER = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, **OPTIONS}
+helper = njit(**_INNER)
+inlined = njit(forceinline=True, **_INNER)
+merged = njit(inline="always", **_INNER)
 
 _lock = threading.RLock()
 
@@ -143,6 +148,16 @@ class Kernel:
 def kernel(fields: str) -> Callable[[Callable[..., None]], Kernel]:
     """Declare a kernel with the names of its parameter words."""
     return lambda body: Kernel(body, tuple(fields.split()))
+
+
+def variant(template: Callable[..., None], fields: str, name: str, **bindings: Any) -> Kernel:
+    """A kernel from a template: the same code with other globals, which are compile-time constants to numba.
+
+    Unlike closures, such functions find their machine code in the cache again.
+    """
+    body = FunctionType(template.__code__, {**template.__globals__, **bindings}, name)
+    body.__qualname__ = name
+    return Kernel(body, tuple(fields.split()))
 
 
 class Entry:

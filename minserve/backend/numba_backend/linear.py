@@ -29,9 +29,10 @@ from minserve.backend.numba_backend.dot import (
     zeros_f32,
     zeros_i32,
 )
-from minserve.backend.numba_backend.jit import Kernel, inlined, kernel
-from minserve.backend.numba_backend.layout import GROUP, TILE, row_bytes
+from minserve.backend.numba_backend.jit import Kernel, inlined, variant
+from minserve.backend.numba_backend.layout import BF16_PLANE, GROUP, INT8_PLANE, INT16_PLANES, TILE, row_bytes
 from minserve.backend.numba_backend.mathlib import F, activate, share
+from minserve.backend.numba_backend.quantize import quantize_group
 from minserve.backend.numba_backend.simd import (
     i64,
     load_bytes,
@@ -85,54 +86,52 @@ def whole_bytes(w):
 
 
 # -- one group of weights against n tokens, whose activations are q, d, s, p (see layout): acc[m] += ...
-#    Four tokens interleave, so that their chains of dot products hide the instruction's latency.
+#    dots, one of the next two, takes a tile of tokens through the group. Tiles interleave 8 tokens where there are as
+#    many, so that their chains of dot products hide the instruction's latency.
 
 
 @inlined
-def affine(w, scale, minimum, planes, n, q, d, s, acc):
+def int8_dots(zeros, w, q, m, first):
+    """Tokens m, m + 1, ... with one plane; first: byte of a token's q that w starts at."""
+    return dot_tile(zeros, w, q, m * 32 + first, 32)
+
+
+@inlined
+def int16_dots(zeros, w, q, m, first):
+    """The same with two planes."""
+    high = tile_shift8(dot_tile(zeros, w, q, m * 64 + first, 64))
+    return dot_tile(high, w, q, m * 64 + first + 32, 64)
+
+
+@inlined
+def affine(dots, w, scale, minimum, n, q, d, s, acc):
     """Weights scale * w + minimum."""
     m = 0
-    if planes == 2:
-        while m + 4 <= n:
-            t = tile_shift8(dot_tile(zeros_i32(4), w, q, m * 64, 64))
-            add_affine(dot_tile(t, w, q, m * 64 + 32, 64), scale, minimum, d, s, acc, m)
-            m += 4
-        while m < n:
-            t1 = tile_shift8(dot_tile(zeros_i32(1), w, q, m * 64, 64))
-            add_affine(dot_tile(t1, w, q, m * 64 + 32, 64), scale, minimum, d, s, acc, m)
-            m += 1
-    else:
-        while m + 4 <= n:
-            add_affine(dot_tile(zeros_i32(4), w, q, m * 32, 32), scale, minimum, d, s, acc, m)
-            m += 4
-        while m < n:
-            add_affine(dot_tile(zeros_i32(1), w, q, m * 32, 32), scale, minimum, d, s, acc, m)
-            m += 1
+    while m + 8 <= n:
+        add_affine(dots(zeros_i32(8), w, q, m, 0), scale, minimum, d, s, acc, m)
+        m += 8
+    if m + 4 <= n:
+        add_affine(dots(zeros_i32(4), w, q, m, 0), scale, minimum, d, s, acc, m)
+        m += 4
+    while m < n:
+        add_affine(dots(zeros_i32(1), w, q, m, 0), scale, minimum, d, s, acc, m)
+        m += 1
 
 
 @inlined
-def symmetric(w, scale, shift, planes, first, n, q, d, p, less, acc):
+def symmetric(dots, w, scale, shift, first, n, q, d, p, less, acc):
     """Weights scale * (w - 2^shift). p: minus the sums of q, and less, if not 0, what of them belongs to other
     weights; first: byte of the group's q that w starts at."""
     m = 0
-    if planes == 2:
-        while m + 4 <= n:
-            t = tile_shift8(dot_tile(zeros_i32(4), w, q, m * 64 + first, 64))
-            add_scaled(dot_tile(signed(t, p, less, m, shift), w, q, m * 64 + first + 32, 64), scale, d, acc, m)
-            m += 4
-        while m < n:
-            t1 = tile_shift8(dot_tile(zeros_i32(1), w, q, m * 64 + first, 64))
-            add_scaled(dot_tile(signed(t1, p, less, m, shift), w, q, m * 64 + first + 32, 64), scale, d, acc, m)
-            m += 1
-    else:
-        while m + 4 <= n:
-            t = signed(zeros_i32(4), p, less, m, shift)
-            add_scaled(dot_tile(t, w, q, m * 32 + first, 32), scale, d, acc, m)
-            m += 4
-        while m < n:
-            t1 = signed(zeros_i32(1), p, less, m, shift)
-            add_scaled(dot_tile(t1, w, q, m * 32 + first, 32), scale, d, acc, m)
-            m += 1
+    while m + 8 <= n:
+        add_scaled(signed(dots(zeros_i32(8), w, q, m, first), p, less, m, shift), scale, d, acc, m)
+        m += 8
+    if m + 4 <= n:
+        add_scaled(signed(dots(zeros_i32(4), w, q, m, first), p, less, m, shift), scale, d, acc, m)
+        m += 4
+    while m < n:
+        add_scaled(signed(dots(zeros_i32(1), w, q, m, first), p, less, m, shift), scale, d, acc, m)
+        m += 1
 
 
 @inlined
@@ -169,91 +168,87 @@ def k_group_at(w, g, vector_bytes):
 
 
 @inlined
-def block_q4_0(w, groups, planes, n, x, acc):
+def block_q4_0(dots, planes, w, groups, n, x, acc):
     q, d, _, p, _ = parts(x, groups, planes, n)
     for g in range(groups):
         v, s = group_at(w, g, 256, 32)
         i = g * n
-        symmetric(nibbles(v), load_f16(s, 0), 3, planes, 0, n, q + i * 32 * planes, d + i * 4, p + i * 4, 0, acc)
+        symmetric(dots, nibbles(v), load_f16(s, 0), 3, 0, n, q + i * 32 * planes, d + i * 4, p + i * 4, 0, acc)
 
 
 @inlined
-def block_q4_1(w, groups, planes, n, x, acc):
+def block_q4_1(dots, planes, w, groups, n, x, acc):
     q, d, sums, _, _ = parts(x, groups, planes, n)
     for g in range(groups):
         v, s = group_at(w, g, 256, 64)
-        i = g * n
-        affine(
-            nibbles(v), load_f16(s, 0), load_f16(s, 16), planes, n, q + i * 32 * planes, d + i * 4, sums + i * 4, acc
-        )
+        scale, minimum, i = load_f16(s, 0), load_f16(s, 16), g * n
+        affine(dots, nibbles(v), scale, minimum, n, q + i * 32 * planes, d + i * 4, sums + i * 4, acc)
 
 
 @inlined
-def block_q5_0(w, groups, planes, n, x, acc):
+def block_q5_0(dots, planes, w, groups, n, x, acc):
     q, d, _, p, _ = parts(x, groups, planes, n)
     for g in range(groups):
         v, s = group_at(w, g, 320, 32)
         i = g * n
-        symmetric(five_bits(v), load_f16(s, 0), 4, planes, 0, n, q + i * 32 * planes, d + i * 4, p + i * 4, 0, acc)
+        symmetric(dots, five_bits(v), load_f16(s, 0), 4, 0, n, q + i * 32 * planes, d + i * 4, p + i * 4, 0, acc)
 
 
 @inlined
-def block_q5_1(w, groups, planes, n, x, acc):
+def block_q5_1(dots, planes, w, groups, n, x, acc):
     q, d, sums, _, _ = parts(x, groups, planes, n)
     for g in range(groups):
         v, s = group_at(w, g, 320, 64)
-        i = g * n
-        affine(
-            five_bits(v), load_f16(s, 0), load_f16(s, 16), planes, n, q + i * 32 * planes, d + i * 4, sums + i * 4, acc
-        )
+        scale, minimum, i = load_f16(s, 0), load_f16(s, 16), g * n
+        affine(dots, five_bits(v), scale, minimum, n, q + i * 32 * planes, d + i * 4, sums + i * 4, acc)
 
 
 @inlined
-def block_q8_0(w, groups, planes, n, x, acc):
+def block_q8_0(dots, planes, w, groups, n, x, acc):
     q, d, _, p, _ = parts(x, groups, planes, n)
     for g in range(groups):
         v, s = group_at(w, g, 512, 32)
         i = g * n
-        symmetric(whole_bytes(v), load_f16(s, 0), 7, planes, 0, n, q + i * 32 * planes, d + i * 4, p + i * 4, 0, acc)
+        symmetric(dots, whole_bytes(v), load_f16(s, 0), 7, 0, n, q + i * 32 * planes, d + i * 4, p + i * 4, 0, acc)
 
 
 @inlined
-def block_q4_k(w, groups, planes, n, x, acc):
+def block_q4_k(dots, planes, w, groups, n, x, acc):
     q, d, sums, _, _ = parts(x, groups, planes, n)
     for g in range(groups):
         v, s, f = k_group_at(w, g, 256)
         scale, minimum = load_bytes(s, 0) * load_f16(f, 0), load_bytes(s, 16) * load_f16(f, 16)
         i = g * n
-        affine(nibbles(v), scale, minimum, planes, n, q + i * 32 * planes, d + i * 4, sums + i * 4, acc)
+        affine(dots, nibbles(v), scale, minimum, n, q + i * 32 * planes, d + i * 4, sums + i * 4, acc)
 
 
 @inlined
-def block_q5_k(w, groups, planes, n, x, acc):
+def block_q5_k(dots, planes, w, groups, n, x, acc):
     q, d, sums, _, _ = parts(x, groups, planes, n)
     for g in range(groups):
         v, s, f = k_group_at(w, g, 320)
         scale, minimum = load_bytes(s, 0) * load_f16(f, 0), load_bytes(s, 16) * load_f16(f, 16)
         i = g * n
-        affine(five_bits(v), scale, minimum, planes, n, q + i * 32 * planes, d + i * 4, sums + i * 4, acc)
+        affine(dots, five_bits(v), scale, minimum, n, q + i * 32 * planes, d + i * 4, sums + i * 4, acc)
 
 
 @inlined
-def block_q6_k(w, groups, planes, n, x, acc):
+def block_q6_k(dots, planes, w, groups, n, x, acc):
     """Groups of 16: two scales per 32 k, whose dot products stay apart."""
     q, d, _, p, half = parts(x, groups, planes, n)
     for g in range(groups):
         w6, s, f = k_group_at(w, g, 384)
         v, factor = nibbles(w6), load_f16(f, 0)
-        low, high = load_signed(s, 0) * factor, load_signed(s, 16) * factor
-        qg, dg, i = q + g * n * 32 * planes, d + g * n * 4, g * n * 4
-        symmetric(six_bits(v[0], v[1], v[2], v[3], load_u8(w6, 256)), low, 5, planes, 0, n, qg, dg, half + i, 0, acc)
-        symmetric(
-            six_bits(v[4], v[5], v[6], v[7], load_u8(w6, 320)), high, 5, planes, 16, n, qg, dg, p + i, half + i, acc
-        )
+        scale, i = load_signed(s, 0) * factor, g * n * 4
+        qg, dg = q + g * n * 32 * planes, d + i
+        w16 = six_bits(v[0], v[1], v[2], v[3], load_u8(w6, 256))
+        symmetric(dots, w16, scale, 5, 0, n, qg, dg, half + i, 0, acc)
+        scale, w16 = load_signed(s, 16) * factor, six_bits(v[4], v[5], v[6], v[7], load_u8(w6, 320))
+        symmetric(dots, w16, scale, 5, 16, n, qg, dg, p + i, half + i, acc)
 
 
 @inlined
-def block_bf16(w, groups, planes, n, x, acc):
+def block_bf16(dots, planes, w, groups, n, x, acc):
     """Tokens in tiles of 16, 8, 4, 2 and 1, whose sums stay in registers. x: [K/2][n][2] bfloat16."""
     m = 0
     while m + 16 <= n:
@@ -283,32 +278,37 @@ def bf16_dots(w, pairs, x, step, tile):
 
 
 @inlined
-def linear(tid, threads, rows, p, block):
+def linear(tid, threads, rows, p, block, dots):
     """out[:, 16 b : 16 b + 16] for this thread's row blocks b; x: activations, or this thread's own copy of one row.
 
     kind 0: out = sum + bias + residual (either may be 0). kind 1, 2: row blocks alternate between gate and up, and
-    out = act(gate) * up.
+    out = act(gate) * up; with a mode for the output, it is rounded for the next layer: 2 x 2 row blocks make a group.
     """
     out, x, mode, w, block_bytes = i64(p, 0), i64(p, 1), i64(p, 2), i64(p, 3), i64(p, 4)
     blocks, unit, cols, stride, kind = i64(p, 5), i64(p, 6), i64(p, 7), i64(p, 8), i64(p, 9)
-    bias, residual, acc = i64(p, 10), i64(p, 11), i64(p, 12) + tid * i64(p, 13)
-    if rows == 1:
-        x = i64(p, 14) + tid * i64(p, 15)
+    out_mode, halves, bias, residual = i64(p, 10), i64(p, 11), i64(p, 12), i64(p, 13)
+    acc = i64(p, 14) + tid * i64(p, 15)
+    if rows == 1 and i64(p, 16):
+        x = i64(p, 16) + tid * i64(p, 17)
     b0, b1 = block_share(blocks, unit, tid, threads)
-    halves = 2 if kind else 1
+    together = 1 if kind == 0 else (2 if out_mode == 0 else 4)
     for m0 in range(0, rows, TILE):
         n = min(TILE, rows - m0)
         tile = x + m0 * row_bytes(cols, mode)
         for b in range(b0, b1):
-            for half in range(halves):
-                sums = acc + half * (TILE * 64)
+            for i in range(together):
+                sums = acc + i * (TILE * 64)
                 for m in range(n):
                     store_f32(sums, m * 16, splat(F(0)))
-                block(w + (b * halves + half) * block_bytes, cols // GROUP, mode, n, tile, sums)
-            if kind:
+                block(dots, mode, w + (b * together + i) * block_bytes, cols // GROUP, n, tile, sums)
+            if kind == 0:
+                finish(out, m0 * stride + b * 16, stride, n, acc, bias, residual, b)
+            elif out_mode == 0:
                 finish_glu(kind, out, m0 * stride + b * 16, stride, n, acc, bias, b)
             else:
-                finish(out, m0 * stride + b * 16, stride, n, acc, bias, residual, b)
+                finish_quantized(
+                    kind, out + m0 * row_bytes(stride, out_mode), stride, n, acc, bias, b, out_mode, halves
+                )
 
 
 @inlined
@@ -331,64 +331,52 @@ def finish(out, i, stride, n, acc, bias, residual, b):
 
 
 @inlined
+def gated(kind, acc, m, bias, i):
+    """act(gate) * up of token m; bias 0: none, else its row blocks from i on."""
+    gate, up = load_f32(acc, m * 16), load_f32(acc, (TILE + m) * 16)
+    if bias:
+        gate, up = gate + load_f32(bias, i), up + load_f32(bias, i + 16)
+    return activate(kind, gate) * up
+
+
+@inlined
 def finish_glu(kind, out, i, stride, n, acc, bias, b):
     for m in range(n):
-        gate, up = load_f32(acc, m * 16), load_f32(acc, (TILE + m) * 16)
-        if bias:
-            gate, up = gate + load_f32(bias, b * 32), up + load_f32(bias, b * 32 + 16)
-        store_f32(out, i + m * stride, activate(kind, gate) * up)
+        store_f32(out, i + m * stride, gated(kind, acc, m, bias, b * 32))
+
+
+@inlined
+def finish_quantized(kind, tile, cols, n, acc, bias, g, planes, halves):
+    for m in range(n):
+        low, high = gated(kind, acc, m, bias, g * 64), gated(kind, acc + 2 * TILE * 64, m, bias, g * 64 + 32)
+        quantize_group(low, high, tile, n, m, g, cols // GROUP, planes, halves)
 
 
 FIELDS = (
-    "out x mode weights block_bytes blocks unit cols stride kind bias residual scratch scratch_stride own own_stride"
+    "out x mode weights block_bytes blocks unit cols stride kind out_mode halves bias residual scratch scratch_stride"
+    " own own_stride"
 )
 
 
-@kernel(FIELDS)
-def linear_q4_0(tid, threads, rows, p):
-    linear(tid, threads, rows, p, block_q4_0)
+def _linear(tid, threads, rows, p):
+    linear(tid, threads, rows, p, BLOCK_OF_ROWS, DOTS)  # noqa: F821  (bound by variant)
 
 
-@kernel(FIELDS)
-def linear_q4_1(tid, threads, rows, p):
-    linear(tid, threads, rows, p, block_q4_1)
+_BLOCKS = {
+    "q4_0": block_q4_0,
+    "q4_1": block_q4_1,
+    "q5_0": block_q5_0,
+    "q5_1": block_q5_1,
+    "q8_0": block_q8_0,
+    "q4_k": block_q4_k,
+    "q5_k": block_q5_k,
+    "q6_k": block_q6_k,
+}
+_DOTS = {INT8_PLANE: ("int8", int8_dots), INT16_PLANES: ("int16", int16_dots)}
 
-
-@kernel(FIELDS)
-def linear_q5_0(tid, threads, rows, p):
-    linear(tid, threads, rows, p, block_q5_0)
-
-
-@kernel(FIELDS)
-def linear_q5_1(tid, threads, rows, p):
-    linear(tid, threads, rows, p, block_q5_1)
-
-
-@kernel(FIELDS)
-def linear_q8_0(tid, threads, rows, p):
-    linear(tid, threads, rows, p, block_q8_0)
-
-
-@kernel(FIELDS)
-def linear_q4_k(tid, threads, rows, p):
-    linear(tid, threads, rows, p, block_q4_k)
-
-
-@kernel(FIELDS)
-def linear_q5_k(tid, threads, rows, p):
-    linear(tid, threads, rows, p, block_q5_k)
-
-
-@kernel(FIELDS)
-def linear_q6_k(tid, threads, rows, p):
-    linear(tid, threads, rows, p, block_q6_k)
-
-
-@kernel(FIELDS)
-def linear_bf16(tid, threads, rows, p):
-    linear(tid, threads, rows, p, block_bf16)
-
-
-_KERNELS = (linear_bf16, linear_q4_0, linear_q4_1, linear_q5_0, linear_q5_1, linear_q8_0)
-_K_KERNELS = (linear_q4_k, linear_q5_k, linear_q6_k)
-LINEAR: dict[str, Kernel] = {k.name.removeprefix("linear_"): k for k in _KERNELS + _K_KERNELS}  # by format
+LINEAR: dict[tuple[str, int], Kernel] = {  # by format and mode of the activations
+    (form, mode): variant(_linear, FIELDS, f"linear_{form}_{name}", BLOCK_OF_ROWS=block, DOTS=dots)
+    for form, block in _BLOCKS.items()
+    for mode, (name, dots) in _DOTS.items()
+}
+LINEAR["bf16", BF16_PLANE] = variant(_linear, FIELDS, "linear_bf16", BLOCK_OF_ROWS=block_bf16, DOTS=int8_dots)

@@ -10,6 +10,7 @@ can. It must not know where buffers lie or how threads meet (tape.py). Fused are
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,30 +25,44 @@ from minserve.backend.numba_backend.layout import (
     BF16_PLANE,
     BLOCK,
     CHUNK,
+    INT8_PLANE,
+    INT16_PLANES,
     LOGIT_ROWS,
     T_ROWS,
     TILE,
     activation_bytes,
     width,
 )
-from minserve.backend.numba_backend.packing import BF16, Matrix, Segment
+from minserve.backend.numba_backend.packing import BF16, Q6_K, Format, Matrix, Segment
 from minserve.backend.numba_backend.recorder import LayerCache, Value, require
 
 KINDS = {"silu": 1, "gelu": 2}
+LOG2_E = math.log2(math.e)
 
 
 @dataclass(slots=True, eq=False)
 class Buffer:
-    """Memory for one value. row_bytes > 0: quantized rows, of which each thread has a copy of its own for one row."""
+    """Memory for one value. row_bytes > 0: quantized rows, of which each thread has a copy of its own for one row.
+
+    halves: some Q6_K matrix reads these quantized rows, and wants sums per 16.
+    """
 
     nbytes: int
     row_bytes: int = 0
     slot: int = -1
+    halves: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Own:
     """Stands for the address of the threads' own copies of a buffer's only row."""
+
+    buffer: Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Halves:
+    """Stands for a buffer's `halves`, which later instructions may set."""
 
     buffer: Buffer
 
@@ -111,7 +126,7 @@ class Lowering:
         self.buffers: dict[Value, Buffer] = {}
         self.quantized: dict[tuple[Value, int], Buffer] = {}
         self.partials: dict[Value, tuple[Buffer, int]] = {}
-        self.scratch_bytes = max(2 * TILE * 64, max(width(v.cols) for v in values) * 4)
+        self.scratch_bytes = max(4 * TILE * 64, max(width(v.cols) for v in values) * 4)
         self.mask = _masks()
         for value in values:
             getattr(self, "_" + value.op)(value)
@@ -225,6 +240,7 @@ class Lowering:
         unit = user.attrs["heads"].dim // BLOCK if user is not None and user.op == "rope" else 1
         for segment in weight.segments:
             words: dict[str, Any] = {"out": Offset(out, segment.start), "stride": width(v.cols), "kind": 0}
+            words |= {"out_mode": 0, "halves": 0}
             words |= {"bias": 0 if weight.bias is None else weight.bias[segment.start :]}
             words |= {"residual": Offset(self._buffer(residual), segment.start) if residual else 0}
             whole = len(weight.segments) == 1
@@ -235,17 +251,36 @@ class Lowering:
 
     def _glu(self, v: Value) -> None:
         lin, kind = v.inputs[0], KINDS[v.attrs["activation"]]
-        out = self._buffer(v)
         if not (lin.op == "linear" and lin.attrs["weight"].pairs):
+            out = self._buffer(v)
             words = {"out": out, "x": self._buffer(lin), "cols": v.cols, "stride": width(lin.cols)}
             words |= {"padded": width(v.cols), "kind": kind}
             read, write = Access(self._buffer(lin), by_rows(v.rows)), Access(out, by_rows(v.rows), write=True)
             return self._emit(quantize.glu, v.rows, words, read, write)
         weight: Matrix = lin.attrs["weight"]
         (segment,) = weight.segments
-        words = {"out": out, "stride": width(v.cols), "kind": kind, "bias": 0 if weight.bias is None else weight.bias}
+        blocks, mode = segment.blocks // 2, self._only_mode(v)
+        if mode in (INT8_PLANE, INT16_PLANES):  # rounded for its only readers, linear layers of one mode, right away
+            out = self.quantized[v, mode] = Buffer(activation_bytes(width(v.cols), mode) * self._count(v.rows))
+            blocks //= 2
+        else:
+            out, mode = self._buffer(v), 0
+        words = {"out": out, "stride": width(v.cols), "kind": kind, "out_mode": mode, "halves": Halves(out)}
+        words |= {"bias": 0 if weight.bias is None else weight.bias, "residual": 0}
         write = Access(out, by_columns(v.cols, 1), write=True)
-        return self._matrix(lin.inputs[0], segment, v.rows, 1, segment.blocks // 2, words | {"residual": 0}, [write])
+        return self._matrix(lin.inputs[0], segment, v.rows, 1, blocks, words, [write])
+
+    def _mode(self, form: Format) -> int:
+        return BF16_PLANE if form is BF16 else self.planes
+
+    def _only_mode(self, v: Value) -> int | None:
+        """The mode in which every reader of v wants it rounded, if they agree."""
+        modes = {
+            self._mode(segment.format) if user.op == "linear" else None
+            for user in v.users
+            for segment in (user.attrs["weight"].segments if user.op == "linear" else (v,))
+        }
+        return modes.pop() if len(modes) == 1 else None
 
     def _matrix(
         self,
@@ -258,13 +293,16 @@ class Lowering:
         accesses: list[Access],
     ) -> None:
         """One segment of a linear layer on the rounded x."""
-        mode = BF16_PLANE if segment.format is BF16 else self.planes
+        mode = self._mode(segment.format)
         q = self._quantize(x, mode)
+        q.halves |= segment.format is Q6_K
+        private = q.row_bytes > 0
         words = words | {"x": q, "mode": mode, "weights": segment.data, "block_bytes": segment.block_bytes}
         words |= {"blocks": blocks, "unit": unit, "cols": width(x.cols)}
-        words |= {"scratch": SCRATCH, "scratch_stride": SCRATCH_STRIDE, "own": Own(q), "own_stride": OWN_STRIDE}
-        kernel = linear.LINEAR[segment.format.name]
-        self._emit(kernel, rows, words, Access(q, for_itself(rows)), *accesses)
+        words |= {"scratch": SCRATCH, "scratch_stride": SCRATCH_STRIDE}
+        words |= {"own": Own(q) if private else 0, "own_stride": OWN_STRIDE}
+        kernel = linear.LINEAR[segment.format.name, mode]
+        self._emit(kernel, rows, words, Access(q, for_itself(rows) if private else ALL), *accesses)
 
     def _quantize(self, x: Value, mode: int) -> Buffer:
         """The rounded x, once per mode, computing the norm or merge that produces it on the way."""
@@ -272,8 +310,8 @@ class Lowering:
             return self.quantized[x, mode]
         row = activation_bytes(width(x.cols), mode)
         q = self.quantized[x, mode] = Buffer(row * self._count(x.rows), row)
-        words: dict[str, Any] = {"out": q, "mode": mode, "scratch": SCRATCH, "scratch_stride": SCRATCH_STRIDE}
-        words |= {"own": Own(q), "own_stride": OWN_STRIDE}
+        words: dict[str, Any] = {"out": q, "mode": mode, "halves": Halves(q), "own": Own(q), "own_stride": OWN_STRIDE}
+        words |= {"scratch": SCRATCH, "scratch_stride": SCRATCH_STRIDE}
         write = Access(q, for_itself(x.rows), write=True)
         if x.op == "attention":
             heads: Heads = x.attrs["heads"]
@@ -313,7 +351,6 @@ class Lowering:
         group = heads.q // heads.kv
         if group > attention.MOST_GROUP:
             raise BackendError(f"{group} query heads per kv head, this backend computes up to {attention.MOST_GROUP}")
-        _, tile_rows, kernel = next(entry for entry in attention.ATTENTION if group <= entry[0])
         slots = -(-self.limits.max_model_len // (BLOCK * CHUNK))
         partial = Buffer(self.limits.max_requests * heads.q * slots * (heads.dim + 16) * 4)
         self.partials[v] = partial, slots
@@ -321,12 +358,15 @@ class Lowering:
         out = self.buffers[v] = Buffer(self._count(v.rows) * v.cols * 4)
         words = {"out": out, "qkv": self._buffer(q), "partial": partial, "slots": slots, "heads": heads.q}
         words |= {"kv_heads": heads.kv, "dim": heads.dim, "cache": cache.words, "blocks": cache.blocks}
-        words |= {"batch": self.batch, "tile": tile_rows // group, "mask": self.mask, "scale": float(heads.scale)}
-        words |= {"scratch": SCRATCH, "scratch_stride": SCRATCH_STRIDE, "softcap": float(heads.softcap or 0)}
+        words |= {"batch": self.batch, "mask": self.mask, "scale": heads.scale * LOG2_E}
+        words |= {"scratch": SCRATCH, "scratch_stride": SCRATCH_STRIDE, "softcap": (heads.softcap or 0) * LOG2_E}
         words |= {"stride": width(q.cols), "window": heads.window or 0}
         reads = Access(self._buffer(q), ALL), Access(cache, ALL)
-        writes = Access(out, ALL, write=True), Access(partial, ALL, write=True)
-        self._emit(kernel, v.rows, words, *reads, *writes)
+        one, many = attention.tile_rows(group)
+        shared = ("requests",)  # the two kernels write the rows of different requests: no barrier between them
+        for kernel, rows in ((attention.ONES[one], one), (attention.MANY[many], many)):
+            writes = Access(out, shared, write=True), Access(partial, shared, write=True)
+            self._emit(kernel, v.rows, words | {"tile": rows // group, "tile_rows": rows}, *reads, *writes)
 
 
 def _masks() -> npt.NDArray[np.float32]:

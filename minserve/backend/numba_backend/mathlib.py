@@ -13,10 +13,9 @@ from minserve.backend.numba_backend.simd import (
     load_f32,
     splat,
     times_power,
-    to_f32,
-    to_i32,
     vmax,
     vmin,
+    vround,
 )
 
 F = np.float32
@@ -24,18 +23,31 @@ F = np.float32
 
 @inlined
 def vexp(x):
-    """exp of 16 floats, relative error about 2e-7 (Cephes' polynomial). Below -87.7 it is exactly 0."""
-    x = vmax(vmin(x, splat(F(88.0))), splat(F(-88.0)))
-    n = to_i32(x * splat(F(1.44269504)))
-    f = to_f32(n)
-    r = fma(f, splat(F(-0.693359375)), x)  # ln 2 in two parts, the first one exact in f * ln 2
-    r = fma(f, splat(F(2.12194440e-4)), r)
+    """exp of 16 floats, relative error about 2e-7 (Cephes' polynomial). Below about -103 it is exactly 0."""
+    x = vmax(vmin(x, splat(F(100.0))), splat(F(-120.0)))
+    n = vround(x * splat(F(1.44269504)))
+    r = fma(n, splat(F(-0.693359375)), x)  # ln 2 in two parts, the first one exact in n * ln 2
+    r = fma(n, splat(F(2.12194440e-4)), r)
     p = fma(r, splat(F(1.9875691500e-4)), splat(F(1.3981999507e-3)))
     p = fma(p, r, splat(F(8.3334519073e-3)))
     p = fma(p, r, splat(F(4.1665795894e-2)))
     p = fma(p, r, splat(F(1.6666665459e-1)))
     p = fma(p, r, splat(F(5.0000001201e-1)))
     return times_power(fma(p * r, r, r) + splat(F(1.0)), n)
+
+
+@inlined
+def vexp2(x):
+    """2^x of 16 floats that are at most 0, relative error about 2e-7 (Cephes). Below -149 it is exactly 0."""
+    x = vmax(x, splat(F(-200.0)))
+    n = vround(x)
+    f = x - n
+    p = fma(f, splat(F(1.535336188319500e-4)), splat(F(1.339887440266574e-3)))
+    p = fma(p, f, splat(F(9.618437357674640e-3)))
+    p = fma(p, f, splat(F(5.550332471162809e-2)))
+    p = fma(p, f, splat(F(2.402264791363012e-1)))
+    p = fma(p, f, splat(F(6.931472028550421e-1)))
+    return times_power(fma(p, f, splat(F(1.0))), n)
 
 
 @inlined

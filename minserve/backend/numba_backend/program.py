@@ -7,6 +7,7 @@ into a fixed buffer whose address stands in the tape; refilling costs a few micr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,7 @@ from minserve.backend.base import BackendError, Forward, KVSpec, ModelSpec, Step
 from minserve.backend.numba_backend.arena import PAGE, address, aligned
 from minserve.backend.numba_backend.layout import (
     BLOCK,
+    CHUNK,
     HEADER,
     LENGTHS,
     LOGIT_ROWS,
@@ -51,7 +53,7 @@ class StepBuffers:
         self.words = aligned(16 * 8).view(np.int64)
         self.arrays: dict[int, Int32] = {}
         sizes = {TOKEN_IDS: t, POSITIONS: t, SLOTS: t, REQUEST_OF: t, STARTS: r + 1, LENGTHS: r, LOGIT_ROWS: s}
-        for word, size in {**sizes, TABLES: r * self.table_width}.items():
+        for word, size in {**sizes, TABLES: r * self.table_width + CHUNK}.items():
             self.arrays[word] = aligned(4 * size).view(np.int32)
             self.words[word] = address(self.arrays[word])
         self.words[TABLE_WIDTH] = self.table_width
@@ -69,7 +71,7 @@ class StepBuffers:
             self.arrays[word][: len(values)] = values
         requests = batch.num_requests
         self.arrays[REQUEST_OF][: batch.num_tokens] = np.repeat(np.arange(requests), np.diff(batch.query_starts))
-        tables = self.arrays[TABLES].reshape(-1, self.table_width)
+        tables = self.arrays[TABLES][:-CHUNK].reshape(-1, self.table_width)  # attention looks a chunk ahead
         tables[:requests, : batch.block_tables.shape[1]] = batch.block_tables
         self.header[[T_ROWS, REQUESTS, S_ROWS]] = batch.num_tokens, requests, batch.num_rows
 
@@ -78,9 +80,12 @@ class SamplingBuffers:
     """What sample_rows reads, and the tokens it draws."""
 
     def __init__(self, rows: int) -> None:
-        kinds = {"kinds": np.int32, "tokens": np.int32, "top_k": np.int32}
-        names = ("kinds", "temperature", "top_k", "top_p", "min_p", "uniforms", "tokens")
-        self.arrays = {name: aligned(4 * rows).view(kinds.get(name, np.float32)) for name in names}
+        self.tokens: Int32 = aligned(4 * rows).view(np.int32)
+        self.arrays: dict[str, npt.NDArray[Any]] = {"tokens": self.tokens}
+        for name in ("kinds", "top_k"):
+            self.arrays[name] = aligned(4 * rows).view(np.int32)
+        for name in ("temperature", "top_p", "min_p", "uniforms"):
+            self.arrays[name] = aligned(4 * rows).view(np.float32)
 
     def fill(self, arrays: SamplingArrays, plain: npt.NDArray[np.bool_]) -> None:
         count = len(plain)
@@ -146,7 +151,7 @@ class NumbaProgram:
         logits = self._compute(batch, plain)
         for reset in batch.resets:
             self._seats.reset(reset)
-        tokens = self._sampling.arrays["tokens"][: len(plain)].copy()
+        tokens = self._sampling.tokens[: len(plain)].copy()
         logprobs: list[TokenLogprob | None] = [None] * len(tokens)
         left = np.flatnonzero(~plain)
         if len(left):

@@ -22,7 +22,7 @@ from minserve.backend.numba_backend.layout import (
     padded_width,
     row_bytes,
 )
-from minserve.backend.numba_backend.mathlib import F, activate, rms_scale, row_share, share, vexp
+from minserve.backend.numba_backend.mathlib import F, activate, rms_scale, row_share, share, vexp2
 from minserve.backend.numba_backend.simd import (
     f32,
     f64,
@@ -46,58 +46,65 @@ from minserve.backend.numba_backend.simd import (
 )
 
 
-@helper
-def quantize_row(x, out, rows, m, cols, mode):
-    """Row m of `rows`, x [cols] (a multiple of 32; x may be overwritten) -> its place in the block at out."""
+@inlined
+def tile_at(out, rows, m, cols, mode):
+    """The tile of row m: its address, its number of tokens, and m's place in it."""
     first = m // TILE * TILE
-    tile, n, m = out + first * row_bytes(cols, mode), min(TILE, rows - first), m - first
+    return out + first * row_bytes(cols, mode), min(TILE, rows - first), m - first
+
+
+@helper
+def quantize_row(x, out, rows, m, cols, mode, halves):
+    """Row m of `rows`, x [cols] (a multiple of 64; x may be overwritten) -> its place in the block at out."""
+    tile, n, m = tile_at(out, rows, m, cols, mode)
     if mode == BF16_PLANE:
-        for k in range(0, cols, 16):  # pairs of tokens' dims are n words apart
+        for k in range(0, cols, 16):  # in place: 16 floats become 16 halves in front of what is still to be read
             store_bf16(x, k, load_f32(x, k))
         for k in range(cols // 2):
             set_i32(tile, k * n + m, i32(x, k))
     else:
-        quantize_int8(x, tile, n, m, cols, mode)
+        for g in range(cols // GROUP):
+            quantize_group(load_f32(x, g * 32), load_f32(x, g * 32 + 16), tile, n, m, g, cols // GROUP, mode, halves)
 
 
 @inlined
-def quantize_int8(x, tile, n, m, cols, planes):
-    """x ~ d * p with p = q (one plane) or 256 q1 + q2 (two)."""
-    step = cols // GROUP * n
-    d = tile + step * GROUP * planes
-    s, p, half = d + step * 4, d + step * 8, d + step * 12
-    for g in range(cols // GROUP):
-        a, b = load_f32(x, g * 32), load_f32(x, g * 32 + 16)
-        largest = hmax(vmax(vabs(a), vabs(b)))
-        inverse = splat(F(127.0) / max(largest, F(1e-30)))
-        a, b = a * inverse, b * inverse
-        ra, rb = vround(a), vround(b)
-        at = g * n + m
-        q = tile + at * GROUP * planes
-        store_i8(q, 0, ra)
-        store_i8(q, 16, rb)
-        low, high = hsum(ra), hsum(rb)
-        scale = largest * F(1 / 127.0)
-        if planes == INT16_PLANES:
-            k = splat(F(256.0))  # the remainder is at most half a unit: 127 of 256 parts, so +-128 is clamped
-            ra, rb = vmin(vround((a - ra) * k), splat(F(127.0))), vmin(vround((b - rb) * k), splat(F(127.0)))
-            store_i8(q, 32, ra)
-            store_i8(q, 48, rb)
-            low, high = low * F(256.0) + hsum(ra), high * F(256.0) + hsum(rb)
-            scale *= F(1 / 256)
-        set_f32(d, at, scale)
-        set_f32(s, at, scale * (low + high))
-        set_i32(p, at, -int(low + high))
-        set_i32(half, at, -int(low))
+def quantize_group(a, b, tile, n, m, g, groups, planes, halves):
+    """32 activations -> group g of token m: x ~ d * p with p = q (one plane) or 256 q1 + q2 (two).
+
+    halves: whether the sum of the first 16 is wanted too (Q6_K has scales per 16).
+    """
+    largest = hmax(vmax(vabs(a), vabs(b)))
+    inverse, scale = splat(F(127.0) / max(largest, F(1e-30))), largest * F(1 / 127.0)
+    a, b = a * inverse, b * inverse
+    ra, rb = vround(a), vround(b)
+    at = g * n + m
+    q = tile + at * GROUP * planes
+    store_i8(q, 0, ra)
+    store_i8(q, 16, rb)
+    if planes == INT16_PLANES:
+        k = splat(F(256.0))  # the remainder is at most half a unit: 127 of 256 parts, so +-128 is clamped
+        sa, sb = vmin(vround((a - ra) * k), splat(F(127.0))), vmin(vround((b - rb) * k), splat(F(127.0)))
+        store_i8(q, 32, sa)
+        store_i8(q, 48, sb)
+        ra, rb = fma(ra, k, sa), fma(rb, k, sb)
+        scale *= F(1 / 256)
+    total = hsum(ra + rb)
+    step = groups * n * 4
+    d = tile + step * 8 * planes
+    set_f32(d, at, scale)
+    set_f32(d + step, at, scale * total)
+    set_i32(d + 2 * step, at, -int(total))
+    if halves:
+        set_i32(d + 3 * step, at, -int(hsum(ra)))
 
 
-@kernel("out x padded cols mode weight eps gather scratch scratch_stride own own_stride")
+@kernel("out x padded cols mode halves weight eps gather scratch scratch_stride own own_stride")
 def quantize(tid, threads, rows, p):
     """out[m] = quantized(norm(x[gather[m]])); weight 0: no norm, gather 0: x[m]."""
-    out, x, padded, cols, mode = i64(p, 0), i64(p, 1), i64(p, 2), i64(p, 3), i64(p, 4)
-    weight, eps, gather, scratch = i64(p, 5), f64(p, 6), i64(p, 7), i64(p, 8) + tid * i64(p, 9)
+    out, x, padded, cols, mode, halves = i64(p, 0), i64(p, 1), i64(p, 2), i64(p, 3), i64(p, 4), i64(p, 5)
+    weight, eps, gather, scratch = i64(p, 6), f64(p, 7), i64(p, 8), i64(p, 9) + tid * i64(p, 10)
     if rows == 1:
-        out = i64(p, 10) + tid * i64(p, 11)
+        out = i64(p, 11) + tid * i64(p, 12)
     m0, m1 = row_share(rows, tid, threads)
     for m in range(m0, m1):
         i = (i32(gather, m) if gather else m) * padded
@@ -108,7 +115,7 @@ def quantize(tid, threads, rows, p):
         else:
             for j in range(0, padded, 16):
                 store_f32(scratch, j, load_f32(x, i + j))
-        quantize_row(scratch, out, rows, m, padded, mode)
+        quantize_row(scratch, out, rows, m, padded, mode, halves)
 
 
 @kernel("out x padded cols weight eps residual gather")
@@ -180,9 +187,9 @@ def partial_count(batch, r, position, window):
 
 @inlined
 def merge_weights(total, part):
-    """Running maximum and the part's maximum -> new maximum and what the sums so far and the part's are scaled by."""
+    """Maximum so far and the part's (of scores in units of ln 2) -> the new one, and what their sums are scaled by."""
     new = max(total, part)
-    return new, vexp(splat(total - new)), vexp(splat(part - new))
+    return new, vexp2(splat(total - new)), vexp2(splat(part - new))
 
 
 @helper
@@ -206,13 +213,13 @@ def merge_row(partial, count, dim, out):
         store_f32(out, j, load_f32(out, j) * inverse)
 
 
-@kernel("out x partial slots heads dim window mode batch scratch scratch_stride own own_stride")
+@kernel("out x partial slots heads dim window mode halves batch scratch scratch_stride own own_stride")
 def merge_quantize(tid, threads, rows, p):
     """out[m] = quantized(attention output of token m), merging partial results where its request has one token."""
     out, x, partial, slots, heads, dim = i64(p, 0), i64(p, 1), i64(p, 2), i64(p, 3), i64(p, 4), i64(p, 5)
-    window, mode, batch, scratch = i64(p, 6), i64(p, 7), i64(p, 8), i64(p, 9) + tid * i64(p, 10)
+    window, mode, halves, batch, scratch = i64(p, 6), i64(p, 7), i64(p, 8), i64(p, 9), i64(p, 10) + tid * i64(p, 11)
     if rows == 1:
-        out = i64(p, 11) + tid * i64(p, 12)
+        out = i64(p, 12) + tid * i64(p, 13)
     cols = heads * dim
     padded = padded_width(cols)
     zero_bytes(scratch + cols * 4, (padded - cols) * 4)
@@ -226,4 +233,4 @@ def merge_quantize(tid, threads, rows, p):
         else:
             for j in range(0, cols, 16):
                 store_f32(scratch, j, load_f32(x, m * cols + j))
-        quantize_row(scratch, out, rows, m, padded, mode)
+        quantize_row(scratch, out, rows, m, padded, mode, halves)

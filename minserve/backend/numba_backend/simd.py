@@ -22,10 +22,28 @@ from numba.core import cgutils
 from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
 from numba.extending import intrinsic, lower_builtin, models, register_model
 
+from minserve.backend.numba_backend.jit import cpu_has
+
 I1, I8, I16, I32, I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
 F16, F32, F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
 FAST = ("contract", "reassoc", "nsz")
 LANES = 16
+
+
+HAS_AVX512, HAS_BF16 = cpu_has("avx512f"), cpu_has("avx512bf16")
+
+
+class BFloat(ir.Type):
+    """llvmlite has no bfloat; as an element type it only needs to print."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BFloat)
+
+    def __hash__(self) -> int:
+        return hash("bfloat")
 
 
 class Vector(types.Type):
@@ -181,6 +199,10 @@ def store_i8(b, p, i, v):
 @op(types.void, i64t, i64t, f32x16)
 def store_bf16(b, p, i, v):
     """Round to nearest even."""
+    if HAS_BF16:
+        half = call(b, "llvm.x86.avx512bf16.cvtneps2bf16.512", ir.VectorType(BFloat(), 16), v)
+        store(b, b.bitcast(half, ir.VectorType(I16, 16)), p, i, I16)
+        return
     bits = b.bitcast(v, i32x16.ir)
     odd = b.and_(b.lshr(bits, constant(I32, 16, 16)), constant(I32, 16, 1))
     bits = b.lshr(b.add(bits, b.add(odd, constant(I32, 16, 0x7FFF))), constant(I32, 16, 16))
@@ -262,6 +284,13 @@ def prefetch(b, p):
     call(b, "llvm.prefetch.p0", ir.VoidType(), *args)
 
 
+@op(types.void, i64t)
+def prefetch_l2(b, p):
+    """The same, no closer than the L2 cache: for what is wanted a while later."""
+    args = (b.inttoptr(p, I8.as_pointer()), ir.Constant(I32, 0), ir.Constant(I32, 2), ir.Constant(I32, 1))
+    call(b, "llvm.prefetch.p0", ir.VoidType(), *args)
+
+
 @op(types.void, i64t, i64t, i64t)
 def copy_bytes(b, target, source, n):
     args = (b.inttoptr(target, I8.as_pointer()), b.inttoptr(source, I8.as_pointer()), n, ir.Constant(I1, 0))
@@ -337,16 +366,27 @@ def vround(b, x):
     return call(b, "llvm.rint.v16f32", f32x16.ir, x)
 
 
+def _fold(b, x, combine):
+    """Halve a vector, combining its halves, down to one lane: in an order of our own, the same on every machine."""
+    lanes = 16
+    while lanes > 1:
+        lanes //= 2
+        halves = [
+            b.shuffle_vector(x, x, ir.Constant(ir.VectorType(I32, lanes), list(range(first, first + lanes))))
+            for first in (0, lanes)
+        ]
+        x = combine(*halves)
+    return b.extract_element(x, ir.Constant(I32, 0))
+
+
 @op(f32t, f32x16)
 def hsum(b, x):
-    fn = ir.FunctionType(F32, [F32, f32x16.ir])
-    fn = cgutils.get_or_insert_function(b.module, fn, "llvm.vector.reduce.fadd.v16f32")
-    return b.call(fn, [ir.Constant(F32, 0.0), x], fastmath=("reassoc",))
+    return _fold(b, x, b.fadd)
 
 
 @op(f32t, f32x16)
 def hmax(b, x):
-    return call(b, "llvm.vector.reduce.fmax.v16f32", F32, x)
+    return _fold(b, x, lambda low, high: b.select(b.fcmp_ordered(">", low, high), low, high))
 
 
 @op(f32x16, i32x16)
@@ -360,10 +400,14 @@ def to_i32(b, x):
     return b.fptosi(call(b, "llvm.rint.v16f32", f32x16.ir, x), i32x16.ir)
 
 
-@op(f32x16, f32x16, i32x16)
+@op(f32x16, f32x16, f32x16)
 def times_power(b, x, n):
-    """x * 2^n for -127 <= n <= 127; n = -127 gives 0."""
-    exponent = b.shl(b.add(n, constant(I32, 16, 127)), constant(I32, 16, 23))
+    """x * 2^n for integers n >= -200; below -126 it is 0."""
+    if HAS_AVX512:
+        args = (x, n, x, ir.Constant(I16, 0xFFFF - (1 << 16)), ir.Constant(I32, 4))
+        return call(b, "llvm.x86.avx512.mask.scalef.ps.512", f32x16.ir, *args)
+    low = b.select(b.fcmp_ordered(">", n, constant(F32, 16, -127.0)), n, constant(F32, 16, -127.0))
+    exponent = b.shl(b.add(b.fptosi(low, i32x16.ir), constant(I32, 16, 127)), constant(I32, 16, 23))
     return b.fmul(x, b.bitcast(exponent, f32x16.ir))
 
 

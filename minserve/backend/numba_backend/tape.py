@@ -24,6 +24,7 @@ from minserve.backend.numba_backend.lower import (
     SCRATCH_STRIDE,
     Access,
     Buffer,
+    Halves,
     Instruction,
     Lowering,
     Offset,
@@ -116,6 +117,8 @@ class Tape:
             return self._addresses[value.slot]
         if isinstance(value, Offset):
             return self._addresses[value.buffer.slot] + 4 * value.column
+        if isinstance(value, Halves):
+            return int(value.buffer.halves)
         if isinstance(value, Own):
             return self._own[value.buffer.slot]
         if isinstance(value, np.ndarray):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,7 +55,7 @@ knobs = st.fixed_dictionaries(
 @settings(deadline=None, max_examples=150)
 @given(knobs, st.integers(1, 700), st.integers(0, 2**32), st.sampled_from([0.1, 1.0, 8.0]), st.booleans())
 def test_draws_what_the_specification_draws(
-    knob: dict[str, float], vocab: int, seed: int, spread: float, ties: bool
+    knob: dict[str, Any], vocab: int, seed: int, spread: float, ties: bool
 ) -> None:
     logits = np.random.default_rng(seed).normal(0, spread, (3, vocab)).astype(np.float32)
     if ties:
@@ -67,7 +68,15 @@ def test_draws_from_a_vocabulary_of_real_size() -> None:
     rng = np.random.default_rng(1)
     logits = (rng.normal(0, 2.5, (24, 49152)) + 6 * (rng.random((24, 49152)) < 0.001)).astype(np.float32)
     uniforms = np.linspace(0, 0.999999, 24)
-    for knob in ({}, {"top_p": 0.9}, {"top_k": 50}, {"top_k": 40, "top_p": 0.8}, {"min_p": 0.05}, {"top_p": 0.3}):
+    knobs: tuple[dict[str, Any], ...] = (
+        {},
+        {"top_p": 0.9},
+        {"top_k": 50},
+        {"top_k": 40, "top_p": 0.8},
+        {"min_p": 0.05},
+        {"top_p": 0.3},
+    )
+    for knob in knobs:
         arrays = make_sampling(24, temperature=0.8, uniforms=uniforms, **knob)
         np.testing.assert_array_equal(draw(logits, arrays), expected(logits, arrays), str(knob))
 
