@@ -96,7 +96,7 @@ async function call(url, path, { key, signal, body }) {
     });
   } catch (error) {
     signal?.throwIfAborted();
-    throw new ApiError("The server can't be reached.", { code: "unreachable" });
+    throw new ApiError(unreachable(url), { code: "unreachable" });
   }
   if (response.ok) return response;
   const retryAfter = Number.parseFloat(response.headers.get("retry-after"));
@@ -108,6 +108,13 @@ async function call(url, path, { key, signal, body }) {
     // Not JSON: a proxy's page. The status says enough.
   }
   throw toError({ retry_after: retryAfter, ...detail }, response.status);
+}
+
+/** A browser doesn't tell a page whether nobody answered, or whether the answer is not for pages of its origin. */
+function unreachable(url) {
+  const message = "The server can't be reached";
+  if (new URL(url, location.href).origin === location.origin) return `${message}.`;
+  return `${message}, or it doesn't list ${location.origin} in server.allowed_origins.`;
 }
 
 function toError(detail, status) {
