@@ -39,7 +39,7 @@ class GenerateRoutes:
 
     async def _generate(self, request: web.Request, endpoint: str) -> web.StreamResponse:
         arrival = self._calls.arrival(endpoint, identity_of(request))
-        request[VISIT].recorded = True
+        request[VISIT].record(arrival.id)
         with self._s.gateway.refusals(arrival):
             prepared = await self._calls.prepare(arrival, await read_fields(request), request.headers)
         request[VISIT].identity = prepared.call.identity  # narrowed: rate-limit headers are those of its end user

@@ -47,7 +47,7 @@ async def observed(request: web.Request, handler: Handler) -> web.StreamResponse
     asked = request.headers.get("X-Request-ID", "")
     if not _SANE_ID.fullmatch(asked):
         asked = ""
-    visit = request[VISIT] = Visit(asked or "req-" + secrets.token_hex(12))
+    visit = request[VISIT] = Visit(asked or "req-" + secrets.token_hex(12), named=bool(asked))
     with structlog.contextvars.bound_contextvars(**({"client_request_id": asked} if asked else {})):
         started = time.monotonic()
         response: web.StreamResponse | None = None

@@ -86,14 +86,21 @@ class Services:
 class Visit:
     """What is known of one HTTP request on its way through. code: of the error it ended with.
 
-    identity: set by the guard, so every route but the open ones has it. recorded: the request has a row of the ledger,
-    and its log line from that.
+    request_id: what X-Request-ID says. named: the client chose it. identity: set by the guard, so every route but the
+    open ones has it. recorded: the request has a row of the ledger, and its log line from that.
     """
 
     request_id: str
+    named: bool = False
     identity: Identity | None = None
     code: str | None = None
     recorded: bool = False
+
+    def record(self, call_id: str) -> None:
+        """This is a call. Unless the client has its own word for it, the reply's id is that of the row and the log."""
+        self.recorded = True
+        if not self.named:
+            self.request_id = call_id
 
 
 SERVICES: web.AppKey[Services] = web.AppKey("services", Services)

@@ -283,6 +283,14 @@ async def test_a_sane_request_id_comes_back_and_others_are_replaced(server: Serv
             assert response.headers["X-Request-ID"]
     async with server.session.get(server.url + "/missing", headers={"X-Request-ID": "abc"}) as response:
         assert response.headers["X-Request-ID"] == "abc"
+    for body in (COMPLETION, {**COMPLETION, "stream": True}, {**COMPLETION, "temperature": 9}):
+        async with server.session.post(server.url + "/v1/completions", json=body) as response:
+            await response.read()
+            assert response.headers["X-Request-ID"] == server.rows[-1].id
+    async with server.session.post(
+        server.url + "/v1/completions", json=COMPLETION, headers={"X-Request-ID": "abc"}
+    ) as response:
+        assert response.headers["X-Request-ID"] == "abc"
         assert response.headers["Server"] == "minserve"
 
 
