@@ -38,7 +38,7 @@ class Settlement:
         computed: prompt tokens that were processed over all prompts, where that is known better: a call that ended
         before its first token may have read some of its prompt.
         """
-        leaders = [outcome for outcome in outcomes if outcome.id.endswith("#0") and outcome.ttft is not None]
+        leaders = [outcome for outcome in outcomes if outcome.id.endswith("#0") and read_prompt(outcome)]
         prompt = sum(outcome.usage.prompt for outcome in leaders) if computed is None else computed
         gaps = sorted(gap for outcome in outcomes for gap in outcome.gaps)
         ttfts = [outcome.ttft for outcome in outcomes if outcome.ttft is not None]
@@ -60,6 +60,11 @@ class Settlement:
     def columns(self) -> dict[str, object]:
         """The row's columns that an end decides."""
         return {name: getattr(self, name) for name in self.__slots__}
+
+
+def read_prompt(outcome: RequestOutcome) -> bool:
+    """Whether all of the prompt was processed: a token came, or none was wanted and that is how it ended."""
+    return outcome.ttft is not None or outcome.finish in (FinishReason.STOP, FinishReason.LENGTH)
 
 
 def rank(ordered: Sequence[float], q: float) -> float:

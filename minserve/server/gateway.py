@@ -19,7 +19,7 @@ from minserve.economics.keys import Identity
 from minserve.economics.loops import prompt_digest
 from minserve.economics.reservation import Admission, Reservation
 from minserve.economics.rows import REFUSED
-from minserve.economics.settlement import Settlement
+from minserve.economics.settlement import Settlement, read_prompt
 from minserve.request import Pool, RequestError, Submission
 from minserve.server.degradation import Degradation, FixedText
 from minserve.server.generation import Arrival, Call, CallTimeouts, Generation, aborted, timed_out
@@ -256,8 +256,8 @@ def _settle(
 
 
 def _prompt_read(prompt_tokens: int, stream: TokenStream, rows: int) -> int:
-    """Prompt tokens that were processed: all once a token came, else what had been computed when the reader left."""
-    if any(outcome.ttft is not None for outcome in stream.outcomes):
+    """Prompt tokens that were processed: all of them, or what had been computed when the reader left."""
+    if any(map(read_prompt, stream.outcomes)):
         return prompt_tokens
     cached = min((outcome.usage.cached for outcome in stream.outcomes), default=0)
     return max(0, rows - cached)

@@ -72,6 +72,17 @@ async def test_a_prompt_is_scored_in_full_with_a_cached_prefix_and_in_chunks() -
         assert first["usage"]["completion_tokens"] == 0
 
 
+async def test_a_prompt_without_an_answer_is_work_too() -> None:
+    async with real_server() as (server, _):
+        body = {**COMPLETION, "prompt": "x" * 50, "max_tokens": 0}
+        for scoring in ({"echo": True, "logprobs": 0}, {}):
+            assert (await server.post("/v1/completions", {**body, **scoring}))[0] == 200
+        assert [(row.prompt_tokens, row.cached_tokens, row.completion_tokens) for row in server.rows] == [
+            (50, 0, 0),
+            (50, 48, 0),
+        ]
+
+
 async def test_cached_prompt_tokens_are_reported() -> None:
     async with real_server() as (server, _):
         body = {**COMPLETION, "prompt": "x" * 50, "max_tokens": 1}
