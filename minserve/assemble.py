@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from minserve.backend import create_backend
-from minserve.backend.base import Backend, BackendError, ModelSpec, StepLimits
+from minserve.backend.base import Backend, BackendError, CheckpointError, ModelSpec, StepLimits
 from minserve.config import Config, EngineConfig, PoolConfig, PoolsConfig
 from minserve.engine import Engine, Observer
 from minserve.models import load as load_model
@@ -61,6 +61,7 @@ def assemble(config: Config, *, observers: Sequence[Observer] = (), progress: Pr
     progress(f"reading {source}")
     loaded = load_checkpoint(source)
     tokenizer = Tokenizer.from_source(loaded.tokenizer)
+    template = read_template(config, loaded, tokenizer)
     backend = create_backend(engine_config, config.model, weights_id=loaded.weights_id, progress=progress)
     progress(f"loading weights on {backend.description}")
     model = load_model(loaded.checkpoint, backend, engine_config.max_model_len)
@@ -90,7 +91,7 @@ def assemble(config: Config, *, observers: Sequence[Observer] = (), progress: Pr
         limits=limits,
         max_model_len=max_model_len,
         tokenizer=tokenizer,
-        template=read_template(config, loaded, tokenizer),
+        template=template,
         loaded=loaded,
         engine=engine,
         notes=tuple(notes),
@@ -148,5 +149,8 @@ def default_name(model: str) -> str:
 def read_template(config: Config, loaded: LoadedModel, tokenizer: Tokenizer) -> ChatTemplate:
     source = loaded.chat_template
     if config.model.chat_template is not None:
-        source = Path(config.model.chat_template).read_text(encoding="utf-8")
+        try:
+            source = Path(config.model.chat_template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"model.chat_template: {config.model.chat_template}: {error}") from error
     return ChatTemplate(source, tokenizer)

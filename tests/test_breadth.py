@@ -10,12 +10,15 @@ import asyncio
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from minserve.config import EngineConfig
+from minserve.assemble import Assembly, assemble
+from minserve.backend.base import CheckpointError
+from minserve.config import Config, EngineConfig, ModelConfig
 from minserve.request import FinishReason
 from tests.engines import Records, run, submission, tiny
 from tests.helpers import Part, make_batch
@@ -146,6 +149,29 @@ def test_lower_priority_goes_first() -> None:
     arrived = {o.group: o.arrival + o.queue for o in got.outcomes.values()}
     assert sorted(arrived, key=arrived.__getitem__) == ["p-2", "p0", "p3", "p7"]
     assert {o.finish for o in got.outcomes.values()} == {FinishReason.LENGTH}
+
+
+def with_template(path: Path) -> Assembly:
+    engine = EngineConfig(backend="numpy", num_blocks=16)
+    return assemble(Config(model=ModelConfig(name="dummy", chat_template=str(path)), engine=engine))
+
+
+def test_a_template_of_ones_own_replaces_the_models(tmp_path: Path) -> None:
+    path = tmp_path / "own.jinja"
+    path.write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}", encoding="utf-8")
+    assert with_template(path).template.render([{"role": "user", "content": "Hi"}]) == "[user] Hi\n"
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe", b"{% for m in %}"])
+def test_a_template_that_is_none_is_said_before_weights_are_loaded(
+    content: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "bad.jinja"
+    if content is not None:
+        path.write_bytes(content)
+    monkeypatch.setattr("minserve.assemble.create_backend", None)
+    with pytest.raises(CheckpointError, match="template"):
+        with_template(path)
 
 
 # -- prompts that are read once
