@@ -10,7 +10,7 @@ Scores are in units of ln 2 (the queries are scaled by log2 e), so that weights 
 Softmax with a running maximum: Milakov and Gimelshein 2018; tiles of keys: FlashAttention, Dao et al. 2022.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, name-defined"
 
 from __future__ import annotations
 

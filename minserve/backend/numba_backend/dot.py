@@ -21,7 +21,6 @@ from numba.extending import intrinsic
 from minserve.backend.numba_backend.jit import cpu_has
 from minserve.backend.numba_backend.simd import (
     F32,
-    FAST,
     HAS_BF16,
     I8,
     I16,
@@ -255,7 +254,7 @@ def _accumulate(b, kind, tile, scale, d, acc, m, addend):
     for r, v in enumerate(_unpack(b, kind, tile)):
         at = b.add(m, ir.Constant(I64, r))
         row = b.mul(at, ir.Constant(I64, 16))
-        scaled = b.fmul(b.sitofp(v, f32x16.ir), scale, flags=FAST)
+        scaled = b.fmul(b.sitofp(v, f32x16.ir), scale)
         by = splat_value(b, load(b, d, at, F32), 16)
         old = addend(at, load(b, acc, row, F32, f32x16.ir))
         store(b, call(b, "llvm.fma.v16f32", f32x16.ir, scaled, by, old), acc, row, F32)

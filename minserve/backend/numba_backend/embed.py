@@ -1,6 +1,6 @@
 """Looking up embeddings in packed weights, and the rotary step that fills the KV cache."""
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, name-defined"
 
 from __future__ import annotations
 

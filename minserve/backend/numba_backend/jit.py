@@ -30,8 +30,9 @@ import llvmlite.binding as llvm
 import numba
 from numba import cfunc, njit, types
 
-# Not full fastmath: NaN and infinity must survive, so that a poisoned request is noticed and stays alone.
-OPTIONS = {"fastmath": {"contract", "reassoc", "nsz"}, "error_model": "numpy"}
+# No fastmath: LLVM may then contract or reassociate one copy of an unrolled loop and not the other, and a token's bits
+# would depend on its place in the batch. Kernels write fused multiply-adds where they want them.
+OPTIONS = {"error_model": "numpy"}
 
 # Helpers are compiled into the kernels that call them and need no cache entry of their own. LLVM decides whether a
 # helper is inlined; `inlined` leaves it no choice, for those that pass vectors around. numba lets LLVM optimize every

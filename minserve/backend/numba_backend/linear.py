@@ -10,7 +10,7 @@ per group; signed formats keep q + offset and get -offset * sum(p) added to the 
 activations, p = 256 p1 + p2: twice the dot products, no further arithmetic.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, name-defined"
 
 from __future__ import annotations
 

@@ -275,11 +275,9 @@ class Lowering:
 
     def _only_mode(self, v: Value) -> int | None:
         """The mode in which every reader of v wants it rounded, if they agree."""
-        modes = {
-            self._mode(segment.format) if user.op == "linear" else None
-            for user in v.users
-            for segment in (user.attrs["weight"].segments if user.op == "linear" else (v,))
-        }
+        if any(user.op != "linear" for user in v.users):
+            return None
+        modes = {self._mode(segment.format) for user in v.users for segment in user.attrs["weight"].segments}
         return modes.pop() if len(modes) == 1 else None
 
     def _matrix(

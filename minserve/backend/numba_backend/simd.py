@@ -26,7 +26,6 @@ from minserve.backend.numba_backend.jit import cpu_has
 
 I1, I8, I16, I32, I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
 F16, F32, F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
-FAST = ("contract", "reassoc", "nsz")
 LANES = 16
 
 
@@ -429,9 +428,9 @@ def _operator(operation, kind, emit):
     lower_builtin(operation, kind, kind)(lambda context, b, sig, args: emit(b, *args))
 
 
-_operator(operator.add, f32x16, lambda b, x, y: b.fadd(x, y, flags=FAST))
-_operator(operator.sub, f32x16, lambda b, x, y: b.fsub(x, y, flags=FAST))
-_operator(operator.mul, f32x16, lambda b, x, y: b.fmul(x, y, flags=FAST))
-_operator(operator.truediv, f32x16, lambda b, x, y: b.fdiv(x, y, flags=FAST))
+_operator(operator.add, f32x16, lambda b, x, y: b.fadd(x, y))
+_operator(operator.sub, f32x16, lambda b, x, y: b.fsub(x, y))
+_operator(operator.mul, f32x16, lambda b, x, y: b.fmul(x, y))
+_operator(operator.truediv, f32x16, lambda b, x, y: b.fdiv(x, y))
 _operator(operator.add, i32x16, lambda b, x, y: b.add(x, y))
 _operator(operator.sub, i32x16, lambda b, x, y: b.sub(x, y))
