@@ -166,8 +166,8 @@ class Lowering:
         self.instructions.append(Instruction(kernel, rows, words, list(accesses)))
 
     def _gather(self, value: Value) -> tuple[Value, Any]:
-        """Look through a take: the value to read from and the address of the row numbers, or 0."""
-        if value.op == "take":
+        """Look through a take that isn't computed: the value to read and the address of the row numbers, or 0."""
+        if value.op == "take" and value not in self.buffers:
             return value.inputs[0], int(self.batch[LOGIT_ROWS])
         return value, 0
 
@@ -183,10 +183,12 @@ class Lowering:
         self._emit(kernel, v.rows, words, Access(self._buffer(v), by_rows(v.rows), write=True))
 
     def _take(self, v: Value) -> None:
-        if all(user.op == "norm" for user in v.users) and v is not self.result:
-            return
-        x, rows = self._gather(v)
-        words = {"out": self._buffer(v), "x": self._buffer(x), "padded": width(v.cols), "gather": rows}
+        (x,) = v.inputs
+        fused = "linear" if x.op == "attention" else "norm"
+        if all(user.op == fused for user in v.users) and v is not self.result:
+            return  # computed by the norms, or where attention's result is merged and rounded
+        words = {"out": self._buffer(v), "x": self._buffer(x), "padded": width(v.cols)}
+        words |= {"gather": int(self.batch[LOGIT_ROWS])}
         read = Access(self._buffer(x), ALL)
         self._emit(quantize.take, v.rows, words, read, Access(self._buffer(v), by_rows(v.rows), write=True))
 
@@ -311,12 +313,20 @@ class Lowering:
         words: dict[str, Any] = {"out": q, "mode": mode, "halves": Halves(q), "own": Own(q), "own_stride": OWN_STRIDE}
         words |= {"scratch": SCRATCH, "scratch_stride": SCRATCH_STRIDE}
         write = Access(q, for_itself(x.rows), write=True)
-        if x.op == "attention":
-            heads: Heads = x.attrs["heads"]
-            partial, slots = self.partials[x]
-            words |= {"x": self._buffer(x), "partial": partial, "slots": slots, "heads": heads.q, "dim": heads.dim}
+        attended, gather = self._gather(x)
+        if attended.op == "attention":
+            heads: Heads = attended.attrs["heads"]
+            partial, slots = self.partials[attended]
+            words |= {
+                "x": self._buffer(attended),
+                "gather": gather,
+                "partial": partial,
+                "slots": slots,
+                "heads": heads.q,
+                "dim": heads.dim,
+            }
             words |= {"window": heads.window or 0, "batch": self.batch}
-            reads = Access(self._buffer(x), ALL), Access(partial, ALL)
+            reads = Access(self._buffer(attended), ALL), Access(partial, ALL)
             self._emit(quantize.merge_quantize, x.rows, words, *reads, write)
             return q
         source, weight, eps, gather = x, 0, 0.0, 0

@@ -34,7 +34,7 @@ from minserve.backend.numba_backend.layout import (
     width,
 )
 from minserve.backend.numba_backend.lower import Lowering
-from minserve.backend.numba_backend.recorder import LayerCache, Recorder, Value, in_order
+from minserve.backend.numba_backend.recorder import LayerCache, Recorder, Value, sink_takes
 from minserve.backend.numba_backend.sampling import DRAW, SKIP
 from minserve.backend.numba_backend.tape import Tape
 from minserve.backend.numba_backend.team import Team
@@ -137,7 +137,7 @@ class NumbaProgram:
         result = forward(Recorder(), None, self._cache)
         if not isinstance(result, Value) or result.rows != S_ROWS or result.cols != spec.vocab_size:
             raise BackendError("the forward pass must end in logits [S, vocab]")
-        lowering = Lowering(in_order(result), limits, self._buffers.words, planes)
+        lowering = Lowering(sink_takes(result), limits, self._buffers.words, planes)
         self._sampling = SamplingBuffers(limits.max_rows)
         lowering.sample(spec.vocab_size, self._sampling.arrays)
         compile_kernels(lowering, progress)

@@ -213,24 +213,29 @@ def merge_row(partial, count, dim, out):
         store_f32(out, j, load_f32(out, j) * inverse)
 
 
-@kernel("out x partial slots heads dim window mode halves batch scratch scratch_stride own own_stride")
+@kernel("out x gather partial slots heads dim window mode halves batch scratch scratch_stride own own_stride")
 def merge_quantize(tid, threads, rows, p):
-    """out[m] = quantized(attention output of token m), merging partial results where its request has one token."""
-    out, x, partial, slots, heads, dim = i64(p, 0), i64(p, 1), i64(p, 2), i64(p, 3), i64(p, 4), i64(p, 5)
-    window, mode, halves, batch, scratch = i64(p, 6), i64(p, 7), i64(p, 8), i64(p, 9), i64(p, 10) + tid * i64(p, 11)
+    """out[m] = quantized(attention output of token gather[m]), merging partial results where its request has one token.
+
+    gather 0: of token m.
+    """
+    out, x, gather, partial, slots, heads = i64(p, 0), i64(p, 1), i64(p, 2), i64(p, 3), i64(p, 4), i64(p, 5)
+    dim, window, mode, halves, batch = i64(p, 6), i64(p, 7), i64(p, 8), i64(p, 9), i64(p, 10)
+    scratch = i64(p, 11) + tid * i64(p, 12)
     if rows == 1:
-        out = i64(p, 12) + tid * i64(p, 13)
+        out = i64(p, 13) + tid * i64(p, 14)
     cols = heads * dim
     padded = padded_width(cols)
     zero_bytes(scratch + cols * 4, (padded - cols) * 4)
     m0, m1 = row_share(rows, tid, threads)
     for m in range(m0, m1):
-        r = i32(i64(batch, REQUEST_OF), m)
-        count = partial_count(batch, r, i32(i64(batch, POSITIONS), m), window)
+        t = i32(gather, m) if gather else m
+        r = i32(i64(batch, REQUEST_OF), t)
+        count = partial_count(batch, r, i32(i64(batch, POSITIONS), t), window)
         if count > 1:
             for h in range(heads):
                 merge_row(partial + (r * heads + h) * slots * (dim + 16) * 4, count, dim, scratch + h * dim * 4)
         else:
             for j in range(0, cols, 16):
-                store_f32(scratch, j, load_f32(x, m * cols + j))
+                store_f32(scratch, j, load_f32(x, t * cols + j))
         quantize_row(scratch, out, rows, m, padded, mode, halves)

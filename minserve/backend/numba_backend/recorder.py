@@ -130,3 +130,41 @@ def in_order(out: Value) -> list[Value]:
             order.append(value)
             stack.pop()
     return order
+
+
+ROW_WISE = ("add", "glu", "linear", "norm")  # a row of the result depends on the same row of the inputs
+
+
+def sink_takes(out: Value) -> list[Value]:
+    """The values of `in_order(out)`, with every take moved as far towards the inputs as it can go.
+
+    After the last attention only the rows whose logits are wanted matter: the rest of that layer is then computed for
+    those alone, and not at all in a step that samples nothing. A value can follow the take if all its users do.
+    """
+    moved: dict[Value, Value] = {}
+
+    def follow(value: Value, movable: set[Value]) -> Value:
+        if value not in moved:
+            if value in movable:
+                inputs = tuple(follow(needed, movable) for needed in value.inputs)
+                moved[value] = Value(value.op, inputs, S_ROWS, value.cols, value.attrs)
+            else:
+                moved[value] = Value("take", (value,), S_ROWS, value.cols, {})
+        return moved[value]
+
+    for take in [value for value in in_order(out) if value.op == "take"]:
+        (source,) = take.inputs
+        movable: set[Value] = set()
+        for value in reversed(in_order(source)):
+            if value.op in ROW_WISE and all(user is take or user in movable for user in value.users):
+                movable.add(value)
+        sunk = follow(source, movable)
+        for user in take.users:
+            user.inputs = tuple(sunk if needed is take else needed for needed in user.inputs)
+    order = in_order(out)
+    for value in order:
+        value.users = []
+    for value in order:
+        for needed in value.inputs:
+            needed.users.append(value)
+    return order
