@@ -4,8 +4,8 @@ Owns the way from CUDA C++ to a callable: `__shared__` declarations become macro
 into a shared library that is cached by content, ctypes calls it. It must not know CuPy's arrays (fakecupy.py) nor any
 particular kernel.
 
-The cache lies in the user's cache folder, MINSERVE_SIMT_CACHE moves it. MINSERVE_SIMT_ORDER=forward|reverse|shuffle
-and MINSERVE_SIMT_SEED choose the schedule.
+The cache lies in the user's cache folder; MINSERVE_CACHE moves all of minserve's, MINSERVE_SIMT_CACHE this one.
+MINSERVE_SIMT_ORDER=forward|reverse|shuffle and MINSERVE_SIMT_SEED choose the schedule.
 """
 
 from __future__ import annotations
@@ -60,8 +60,10 @@ def missing() -> str | None:
 
 
 def cache_folder() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("MINSERVE_SIMT_CACHE") or Path(root) / "minserve" / "simt")
+    """As minserve.weights.cache.cache_dir has it, which a bare machine can't import."""
+    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minserve"
+    ours = Path(os.environ.get("MINSERVE_CACHE") or user) / "simt"
+    return Path(os.environ.get("MINSERVE_SIMT_CACHE") or ours)
 
 
 # ---- source ------------------------------------------------------------------
@@ -252,7 +254,7 @@ class SimKernel:
         return (ctypes.c_char * len(data)).from_buffer_copy(data)
 
     def _pointer(self, where: str, value: Any, kind: str) -> ctypes.c_void_p:
-        if value is None:
+        if isinstance(value, np.uint64) and value == 0:  # None would become some other address (cupy/cupy#9046)
             return ctypes.c_void_p(0)
         array = getattr(value, "_host", value)  # fakecupy.ndarray -> numpy.ndarray
         if not isinstance(array, np.ndarray) or array.ndim == 0:

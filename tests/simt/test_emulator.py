@@ -178,6 +178,8 @@ class TestWhatItRefuses:
             ((np.zeros(4, np.float32), True, np.float32(1)), "bool"),
             ((np.zeros(4, np.float32), np.int32(1)), "2 arguments"),
             ((1.0, np.int32(1), np.float32(1)), "pointer"),
+            ((None, np.int32(1), np.float32(1)), "NoneType"),  # no null pointer in CuPy
+            ((np.uint64(64), np.int32(1), np.float32(1)), "pointer"),
             ((np.zeros((4, 4), np.float32)[:, :2], np.int32(1), np.float32(1)), "contiguous"),
         ],
     )
@@ -199,6 +201,11 @@ class TestWhatItRefuses:
     def test_launches_that_a_gpu_refuses(self, grid: Any, block: Any, shared: int, message: str) -> None:
         with pytest.raises(KernelError, match=message):
             kernel("")(grid, block, (np.zeros(1, np.float32),), shared_mem=shared)
+
+    def test_a_null_pointer_is_a_zero_of_eight_bytes(self) -> None:
+        out = np.zeros(1, np.int32)
+        run("*out = p == nullptr;", 1, np.uint64(0), out, parameters="float* p, int* out")
+        assert out[0] == 1
 
     def test_more_shared_memory_after_opting_in(self) -> None:
         function = kernel("extern __shared__ float s[]; s[threadIdx.x + 24000] = 1; p[0] = 2;")
@@ -281,8 +288,11 @@ class TestCache:
 
     def test_it_lies_outside_the_tree(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("MINSERVE_SIMT_CACHE", raising=False)
+        monkeypatch.delenv("MINSERVE_CACHE", raising=False)
         monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
         assert emulator.cache_folder() == Path("/somewhere/minserve/simt")
+        monkeypatch.setenv("MINSERVE_CACHE", "/elsewhere")
+        assert emulator.cache_folder() == Path("/elsewhere/simt")
 
 
 class TestWhereItCannotRun:

@@ -10,7 +10,8 @@ The KV cache has the compute type.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -103,10 +104,11 @@ class CudaBackend:
     def prepare_linear(
         self, tensors: Sequence[HostTensor], bias: HostTensor | None = None, *, pairs: bool = False
     ) -> Matrix:
-        return self._uploader(tensors[0]).matrix(tensors, bias, pairs=pairs)
+        with self._memory("The weights don't fit: take a smaller model, or one with quantized weights."):
+            return self._uploader(tensors[0]).matrix(tensors, bias, pairs=pairs)
 
     def prepare_embedding(self, tensor: HostTensor, *, tied: bool) -> Matrix:
-        return self._uploader(tensor).matrix([tensor])
+        return self.prepare_linear([tensor])
 
     def prepare_vector(self, tensor: HostTensor, *, offset: float = 0.0) -> Any:
         return self._cp.asarray(np.ascontiguousarray(tensor.float32() + np.float32(offset)))
@@ -123,9 +125,22 @@ class CudaBackend:
 
     def build(self, forward: Forward, spec: ModelSpec, limits: StepLimits) -> CudaProgram:
         check_heads(spec)
-        compute = self._compute or "bf16"
         self._cp.cuda.get_current_stream().synchronize()  # uploads, before another stream reads them
-        machine = Machine(
+        options: dict[str, Any] = {"graphs": self._graphs, "progress": self._progress}
+        with self._memory("Lower memory_fraction, max_num_batched_tokens or max_logit_rows."):
+            return CudaProgram(self.machine(limits), forward, spec, limits, **options)
+
+    @contextmanager
+    def _memory(self, advice: str) -> Iterator[None]:
+        try:
+            yield
+        except self._cp.cuda.memory.OutOfMemoryError as error:
+            raise BackendError(f"GPU memory is full: {error}. {advice}") from error
+
+    def machine(self, limits: StepLimits) -> Machine:
+        """What the instructions of a program are made for."""
+        compute = self._compute or "bf16"
+        return Machine(
             cp=self._cp,
             kernels=Kernels(self._cp),
             blas=self._blas,
@@ -135,15 +150,13 @@ class CudaBackend:
             max_model_len=limits.max_model_len,
             scratch=self._cp.empty(SLAB_BYTES // 2, COMPUTE_TYPES[compute]),
         )
-        return CudaProgram(machine, forward, spec, limits, graphs=self._graphs, progress=self._progress)
 
 
 def check_heads(spec: ModelSpec) -> None:
     for kv in spec.kv:
         if kv.head_dim % 16 or not 16 <= kv.head_dim <= MAX_HEAD_DIM:
             raise BackendError(
-                f"heads of {kv.head_dim} numbers are not supported on a GPU, "
-                f"only multiples of 16 up to {MAX_HEAD_DIM}"
+                f"heads of {kv.head_dim} numbers are not supported on a GPU, only multiples of 16 up to {MAX_HEAD_DIM}"
             )
 
 

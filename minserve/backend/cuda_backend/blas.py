@@ -63,7 +63,7 @@ class Blas:
         self._one, self._zero = ctypes.c_float(1), ctypes.c_float(0)
 
     def linear(self, out: Output, x: Any, weight: Any, m: int, n: int, k: int, type: str) -> None:
-        """out[:m, first:first + n] = x[:m] @ weight[:n].T, accumulated in float32; x and weight [., k], all row-major."""
+        """out[:m, first:first + n] = x[:m] @ weight[:n].T, accumulated in float32; x, weight [., k], row-major."""
         stream = ctypes.c_void_p(self._cp.cuda.get_current_stream().ptr)
         target = out.array.data.ptr + out.first * (4 if out.type == "float" else 2)
         pointers = [ctypes.c_void_p(address) for address in (weight.data.ptr, x.data.ptr, target)]
@@ -78,11 +78,6 @@ class Blas:
             *(pointers[2], TYPES[out.type], out.columns, COMPUTE_32F, GEMM_DEFAULT),
         )
         self._check("cublasGemmEx", status)
-
-    def close(self) -> None:
-        if self._handle:
-            self._library.cublasDestroy_v2(self._handle)
-            self._handle = ctypes.c_void_p()
 
     @staticmethod
     def _check(call: str, status: int) -> None:

@@ -10,11 +10,14 @@ from collections.abc import Callable, Sequence
 from importlib.resources import files
 from typing import Any
 
+import numpy as np
+
 from minserve.backend.base import BackendError
 
 Progress = Callable[[str], None]
 _INCLUDE = re.compile(r'\s*#\s*include\s+"([^"]+)"')
 STATIC_SHARED_LIMIT = 48 * 1024  # bytes of shared memory a kernel may use without opting in
+NULL = np.uint64(0)  # CuPy passes None as some other address (cupy/cupy#9046)
 
 
 def read_source(name: str) -> str:
@@ -61,8 +64,12 @@ class Kernel:
         return self._function is not None
 
     def __call__(self, grid: Sequence[int], threads: int, *arguments: Any, shared: int = 0) -> None:
-        """Launch on the current stream. Scalars must be NumPy scalars of the parameter's type: CuPy checks none."""
-        self._function(tuple(grid), (threads,), arguments, shared_mem=shared)
+        """Launch on the current stream. None is a null pointer.
+
+        Scalars must be NumPy scalars of the parameter's type: CuPy checks none.
+        """
+        words = tuple(NULL if argument is None else argument for argument in arguments)
+        self._function(tuple(grid), (threads,), words, shared_mem=shared)
 
 
 class Kernels:

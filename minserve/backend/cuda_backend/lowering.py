@@ -9,7 +9,7 @@ bias into rope_kv; glu into the product before it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,11 +25,12 @@ DTYPES = {"float": np.float32, "half": np.float16, "bf16": np.uint16}
 
 @dataclass(slots=True)
 class Lowered:
-    """instructions, in order. logits: the output buffer [S, V] float32. arenas: the memory of all buffers."""
+    """instructions, in order, and whether each works on logit rows only. logits: the output buffer [S, V] float32.
+    arenas: the memory of all buffers."""
 
-    instructions: list[Instruction]
+    instructions: list[tuple[Instruction, bool]]
     logits: Buffer
-    arenas: list[Any] = field(default_factory=list)
+    arenas: list[Any]
 
 
 class Lowering:
@@ -52,6 +53,7 @@ class Lowering:
         return buffer
 
     def _emit(self, instruction: Instruction, *buffers: Buffer | None) -> None:
+        """buffers: what the instruction writes first, then the others that it needs."""
         self._uses.append((instruction, [buffer for buffer in buffers if buffer is not None]))
 
     def _narrow(self, x: Value) -> Buffer:
@@ -167,7 +169,8 @@ class Lowering:
             rows = limits.max_rows if buffer.sampled else limits.max_tokens
             size = SIZES[buffer.type] * buffer.cols * rows
             buffer.array = arenas[i][:size].view(DTYPES[buffer.type]).reshape(rows, buffer.cols)
-        return Lowered([instruction for instruction, _ in self._uses], logits, arenas)
+        instructions = [(instruction, buffers[0].sampled) for instruction, buffers in self._uses]
+        return Lowered(instructions, logits, arenas)
 
 
 def live_ranges(uses: list[list[Buffer]], output: Buffer) -> list[tuple[Buffer, tuple[int, int]]]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from minserve.backend.base import BackendError, Forward, KVSpec, ModelSpec, StepLimits
+from minserve.backend.base import Forward, KVSpec, ModelSpec, StepLimits
 from minserve.backend.cuda_backend.kernels import Progress
 from minserve.backend.cuda_backend.lowering import DTYPES, Lowering
 from minserve.backend.cuda_backend.ops import Attention, Machine
@@ -46,19 +46,13 @@ class CudaProgram:
         self._stream = machine.cp.cuda.Stream(non_blocking=True)
         self._graphs: dict[int, Any] = {}  # by bucket
         self._closed = False
-        try:
-            with self._stream:
-                self._allocate(forward)
-                machine.kernels.compile(progress)
-                self._warm_up()
-                if graphs:
-                    progress("capturing CUDA graphs")
-                    self._capture()
-        except machine.cp.cuda.memory.OutOfMemoryError as error:
-            self.close()
-            raise BackendError(
-                f"GPU memory is full: {error}. Lower memory_fraction, max_num_batched_tokens or max_logit_rows."
-            ) from error
+        with self._stream:
+            self._allocate(forward)
+            machine.kernels.compile(progress)
+            self._warm_up()
+            if graphs:
+                progress("capturing CUDA graphs")
+                self._capture()
 
     # -- construction ------------------------------------------------------------
     def _allocate(self, forward: Forward) -> None:
@@ -67,12 +61,12 @@ class CudaProgram:
         self._caches = [cp.empty(cache_shape(kv, limits.num_blocks, m.block_size), dtype) for kv in spec.kv]
         recorder = Recorder()
         output = forward(recorder, None, self._caches)
-        if output.cols != spec.vocab_size:
-            raise ValueError(f"the forward pass returns {output.cols} columns, the vocabulary has {spec.vocab_size}")
         heads = {v.heads for v in recorder.values if v.op == "attention"}
         words = max((Attention.part_words(m, h, limits.max_requests) for h in heads), default=1)
         self._parts = cp.empty(words, np.float32)
         self._lowered = Lowering(m, recorder, output, self._parts).finish(limits)
+        if output.cols != spec.vocab_size:
+            raise ValueError(f"the forward pass returns {output.cols} columns, the vocabulary has {spec.vocab_size}")
         self._logits = self._lowered.logits.array
         self._staging = Staging(cp, limits, m.block_size)
         self._sampler = Sampler(cp, m.kernels, limits, spec.vocab_size)
@@ -144,8 +138,9 @@ class CudaProgram:
         return sizes[at] if at < len(sizes) else None
 
     def _launch(self, step: Step) -> None:
-        for instruction in self._lowered.instructions:
-            instruction(step)
+        for instruction, sampled in self._lowered.instructions:
+            if step.shape.rows or not sampled:  # the middle of a prompt has no logit rows
+                instruction(step)
 
     def close(self) -> None:
         if self._closed:

@@ -58,7 +58,8 @@ class Sampler:
     def draw(self, logits: Any, batch: Batch, step: Step, adjusted: npt.NDArray[np.bool_]) -> Sampled:
         """One token a row of logits [S, V], counted by seat; waits for the result."""
         rows, arrays = batch.num_rows, batch.sampling
-        if rows == 0:
+        if rows == 0:  # wait all the same: the next step writes into this one's staging buffer
+            self._cp.cuda.get_current_stream().synchronize()
             return Sampled(np.empty(0, np.int32), ())
         inputs, sizes = step.inputs, (i32(self._vocab), i32(self._stride))
         changes = self._changes(arrays) if adjusted.any() else None

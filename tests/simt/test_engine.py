@@ -1,0 +1,142 @@
+"""The whole engine on the CUDA backend: the tokens of the NumPy backend, for every model family.
+
+A 16-bit forward pass rounds, so tokens must agree as long as the NumPy backend is sure of them: the best logit ahead by
+more than 1e-2 in float16 (5e-2 in bfloat16, whose mantissa is three bits shorter), or the random number
+more than 1e-3 away from the edge between two tokens. A request is compared up to its first unsure token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from minserve.assemble import Assembly
+from minserve.request import Submission
+from tests.engines import Collected, run, submission
+from tests.simt import fakecupy, instances
+from tests.simt.engines import Certainties, Recorded, cuda_engine
+
+pytestmark = pytest.mark.simt
+SURE = {"half": 1e-2, "bf16": 5e-2}
+# Small enough that four requests don't fit: somebody is preempted.
+LIMITS: dict[str, Any] = {
+    "block_size": 16,
+    "num_blocks": 10,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 48,
+    "max_model_len": 128,
+    "max_logit_rows": 24,
+}
+SYSTEM = [(i * 37 + 11) % 256 for i in range(35)]  # a shared prefix of two blocks and a bit
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return SYSTEM + [(i * i * 7 + i * 13 + seed * 29) % 256 for i in range(length)]
+
+
+def first_wave() -> list[Submission]:
+    """No top_k or top_p: at their edge a rounding decides whether a token belongs, and so moves every draw."""
+    return [
+        submission(prompt(1, 20), "greedy", max_tokens=26, ignore_eos=True),
+        submission(prompt(2, 9), "seeded", max_tokens=30, temperature=0.3, seed=5, ignore_eos=True),
+        submission(prompt(3, 4)[30:], "forked", n=3, max_tokens=6, temperature=0.4, seed=9),
+        submission([5], "one token", max_tokens=40, repetition_penalty=1.3, presence_penalty=0.4, logprobs=3),
+        submission(prompt(4, 30), "penalized", max_tokens=24, frequency_penalty=0.8, temperature=0.2, seed=3),
+        submission(
+            prompt(5, 2),
+            "restricted",
+            max_tokens=6,
+            logit_bias={17: 1.5, 200: -3.0},
+            banned_token_ids=frozenset(range(0, 256, 3)),
+            min_tokens=3,
+        ),
+    ]
+
+
+def second_wave() -> list[Submission]:
+    """Prompts whose beginning is in the prefix index by now."""
+    return [
+        submission(prompt(1, 20), "again", max_tokens=6),
+        submission(prompt(7, 6), "same system prompt", max_tokens=4, prompt_logprobs=2),
+    ]
+
+
+def compare(sure: dict[str, list[float]], want: Collected, got: Collected, threshold: float) -> int:
+    """Tokens that were compared. AssertionError where a sure one differs."""
+    compared = 0
+    for (group, choice), tokens in want.tokens.items():
+        ours = got.tokens[group, choice]
+        for i, token in enumerate(tokens):
+            if sure[f"{group}#{choice}"][i] <= threshold:
+                break
+            assert i < len(ours), f"{group}#{choice}: {ours} instead of {tokens}"
+            assert ours[i] == token, f"{group}#{choice}: {ours} instead of {tokens}, from token {i} on"
+            compared += 1
+    return compared
+
+
+class Launches:
+    """Counts graph launches, and the kernels that graphs leave out."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.graphs = 0
+        launch = fakecupy.Graph.launch
+
+        def counted(graph: fakecupy.Graph, stream: fakecupy.Stream | None = None) -> None:
+            self.graphs += 1
+            launch(graph, stream)
+
+        monkeypatch.setattr(fakecupy.Graph, "launch", counted)
+
+
+def both(
+    model: str, compute: str, waves: Sequence[list[Submission]], sure: float
+) -> tuple[int, Collected, Recorded, Assembly]:
+    """Run the waves on both engines and compare: (tokens compared, CUDA's tokens, its steps, its engine)."""
+    witness, recorded = Certainties(model, **LIMITS), Recorded()
+    assembly = cuda_engine(model, recorded, {"compute": compute}, **LIMITS)
+    got, compared = Collected(), 0
+    for wave in waves:
+        witness.run(*wave)
+        result = run(assembly.engine, *wave)
+        compared += compare(witness.sure, witness.collected, result, sure)
+        got.tokens |= result.tokens
+        got.last |= result.last
+        got.outcomes |= result.outcomes
+        witness.collected, witness.sure = Collected(), {}
+    program: Any = assembly.engine.runner.program
+    known = {
+        (file, name) for table in (instances.INSTANCES, instances.TEST_ONLY) for file in table for name in table[file]
+    }
+    assert set(program._m.kernels.names()) <= known, "tests/simt/instances.py lacks a kernel"
+    return compared, got, recorded, assembly
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3", "phi3"])
+def test_same_tokens_as_the_numpy_backend(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunked prefill, prefix hits, preemption, forks, graphs, penalties, bias, masks and seeds, for each family."""
+    launches = Launches(monkeypatch)
+    compared, got, recorded, _ = both(f"dummy:{family}-tiny:F16", "half", [first_wave(), second_wave()], SURE["half"])
+    steps = recorded.steps
+    assert compared > 50, "too few sure tokens to say anything"
+    assert launches.graphs > 10
+    assert sum(step.preempted for step in steps) > 0
+    assert any(step.decode_tokens and step.prefill_tokens for step in steps), "no step mixed prompts and decodes"
+    assert got.outcomes["again", 0].usage.cached >= 32
+    assert not [step.failed for step in steps if step.failed]
+    assert len(got.tokens) == 10
+
+
+@pytest.mark.parametrize(
+    ("encoding", "compute"),
+    [("BF16", "bf16"), ("Q8_0", "bf16"), ("Q8_0", "half"), ("Q4_0", "half"), ("Q4_1", "half"), ("Q6_K", "half")],
+)
+def test_encodings(encoding: str, compute: str) -> None:
+    """Quantized files stay quantized, bfloat16 files compute in bfloat16. Q6_K is rounded to 16 bits: less is sure."""
+    model = f"dummy:llama-tiny:{encoding}"
+    sure = SURE[compute] * (4 if encoding == "Q6_K" else 1)
+    compared, _, _, assembly = both(model, compute, [first_wave()[:4]], sure)
+    assert compared > (20 if compute == "half" else 8)
+    assert compute.replace("half", "float16").replace("bf16", "bfloat16") in assembly.backend.description
