@@ -16,7 +16,7 @@ from minserve.config import Config, EngineConfig, PoolConfig, PoolsConfig
 from minserve.engine import Engine, Observer
 from minserve.models import load as load_model
 from minserve.policy.schedule import Limits, PoolLimits
-from minserve.request import Pool
+from minserve.request import Pool, SamplingParams, Submission
 from minserve.runner import Runner
 from minserve.scheduler import Scheduler
 from minserve.text.template import ChatTemplate
@@ -81,6 +81,8 @@ def assemble(config: Config, *, observers: Sequence[Observer] = (), progress: Pr
     )
     per_token = backend.bytes_per_block(model.spec.kv) / backend.block_size
     runner = Runner(program, model.spec, backend.peaks(), per_token)
+    progress("warming up")
+    warm_up(runner, limits, tokenizer, max_model_len)
     scheduler = Scheduler(limits, weights_id=loaded.weights_id, prefix_caching=engine_config.prefix_caching)
     engine = Engine(scheduler, runner, tokenizer, itl_target=engine_config.itl_target_ms / 1000, observers=observers)
     return Assembly(
@@ -96,6 +98,19 @@ def assemble(config: Config, *, observers: Sequence[Observer] = (), progress: Pr
         engine=engine,
         notes=tuple(notes),
     )
+
+
+def warm_up(runner: Runner, limits: Limits, tokenizer: Tokenizer, max_model_len: int) -> None:
+    """One long prompt and two tokens through a scheduler of their own, so that the first caller does not pay for it.
+
+    What is slow only once: pages of scratch memory and KV cache that nobody has touched, libraries that load lazily.
+    """
+    engine = Engine(Scheduler(limits, weights_id=b"", prefix_caching=False), runner, tokenizer)
+    length = min(limits.max_step_tokens, max_model_len - 2, 512)
+    engine.submit(Submission("warm-up", (0,) * max(1, length), SamplingParams(max_tokens=2, temperature=0.0)))
+    while engine.has_work:
+        step = engine.begin()
+        engine.complete(step, engine.run(step))  # not engine.step: what fails here must stop the start
 
 
 def size_cache(config: EngineConfig, backend: Backend, spec: ModelSpec, notes: list[str]) -> tuple[int, int]:

@@ -18,6 +18,7 @@ _QUEUE_PART = 0.5  # of a TTFT, from which on waiting is its cause
 _HOST_SHARE = 0.15  # of wall time spent beside the forward pass
 _LOW_UTILIZATION = 0.3
 _KV_FULL = 0.9
+_ENOUGH = 10  # requests in the window; a p99 of fewer is the slowest one, which proves nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ def diagnose(numbers: Snapshot, around: Surroundings) -> list[Finding]:
 
 def _ttft(numbers: Snapshot, around: Surroundings) -> Iterator[Finding]:
     pool = numbers.pools[Pool.INTERACTIVE]
-    if pool.ttft_p99 is None or pool.ttft_p99 <= around.ttft_target:
+    if pool.ttft_p99 is None or pool.ttft_p99 <= around.ttft_target or pool.requests < _ENOUGH:
         return
     head = f"Interactive TTFT p99 is {_time(pool.ttft_p99)} (target {_time(around.ttft_target)})"
     queue = around.queue_p50 or 0.0
@@ -66,7 +67,7 @@ def _ttft(numbers: Snapshot, around: Surroundings) -> Iterator[Finding]:
     else:
         yield Finding(
             "problem",
-            f"{head}, but nobody queues: long prompts are being read. Shorten or share prefixes (the prefix cache hit "
+            f"{head}, but nobody queues: the time goes into reading prompts. Shorten or share prefixes (the prefix cache hit "
             f"share is {numbers.prefix_hit_share:.0%}), or raise engine.itl_target_ms so that chunks grow.",
         )
 
@@ -84,7 +85,7 @@ def _why(around: Surroundings) -> str:
 
 def _itl(numbers: Snapshot, around: Surroundings) -> Iterator[Finding]:
     pool: PoolNumbers = numbers.pools[Pool.INTERACTIVE]
-    if pool.itl_p99 is None or pool.itl_p99 <= around.itl_target * 1.5:
+    if pool.itl_p99 is None or pool.itl_p99 <= around.itl_target * 1.5 or pool.requests < _ENOUGH:
         return
     head = f"Interactive inter-token p99 is {_time(pool.itl_p99)} (target {_time(around.itl_target)})"
     host = sum(share for name, share in numbers.phases.items() if name != "run")

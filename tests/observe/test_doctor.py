@@ -45,7 +45,7 @@ def slow(**fields: Any) -> dict[Pool, PoolNumbers]:
             "all 8 seats are taken",
         ),
         ({"pools": slow(ttft_p99=3.0)}, {"waiting": {Pool.INTERACTIVE: 5}}, "problem", "more work comes"),
-        ({"pools": slow(ttft_p99=3.0)}, {}, "problem", "long prompts are being read"),
+        ({"pools": slow(ttft_p99=3.0)}, {}, "problem", "the time goes into reading prompts"),
         ({"pools": slow(ttft_p99=3.0)}, {"queue_p50": 0.09}, "problem", "requests queue"),
         ({"pools": slow(itl_p99=0.2)}, {}, "problem", "chunks of prompts delay some steps"),
         ({"pools": slow(itl_p50=0.1, itl_p99=0.2)}, {}, "problem", "Lower engine.max_num_seqs"),
@@ -65,3 +65,8 @@ def test_each_pattern_is_named(numbers: dict[str, Any], around: dict[str, Any], 
 def test_problems_come_first() -> None:
     numbers = replace(CALM, pools=slow(ttft_p99=3.0), busy=0.99, utilization=0.1)
     assert [f.weight for f in diagnose(numbers, AROUND)] == ["problem", "note"]
+
+
+def test_a_handful_of_requests_proves_nothing_about_a_p99() -> None:
+    few = replace(CALM, pools=slow(ttft_p99=3.0, itl_p99=0.5, requests=3))
+    assert [finding.weight for finding in diagnose(few, AROUND)] == ["good"]
