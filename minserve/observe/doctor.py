@@ -67,8 +67,8 @@ def _ttft(numbers: Snapshot, around: Surroundings) -> Iterator[Finding]:
     else:
         yield Finding(
             "problem",
-            f"{head}, but nobody queues: the time goes into reading prompts. Shorten or share prefixes (the prefix cache "
-            f"hit share is {numbers.prefix_hit_share:.0%}), or raise engine.itl_target_ms so that chunks grow.",
+            f"{head}, but nobody queues: the time goes into reading prompts. Shorten or share prefixes (the prefix "
+            f"cache hit share is {numbers.prefix_hit_share:.0%}), or raise engine.itl_target_ms so that chunks grow.",
         )
 
 
