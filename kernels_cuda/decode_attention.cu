@@ -20,8 +20,9 @@
 template <int kDim> constexpr int kWarps = kDim <= 128 ? 4 : 2;
 constexpr int kKeys = 16;
 
+// At least 3 blocks on an SM: without a number ptxas may spill registers to fit in one more.
 template <typename T, int kDim, int kBlockSize, bool kSoftcap>
-__global__ void __launch_bounds__(kWarps<kDim> * 32)
+__global__ void __launch_bounds__(kWarps<kDim> * 32, 3)
 decode_attention(T* __restrict__ out,                   // [T][q_heads][kDim]: written if there is one split only
                  float* __restrict__ part_out,          // [requests][q_heads][splits][kDim]
                  float* __restrict__ part_max_sum,      // [requests][q_heads][splits][2]

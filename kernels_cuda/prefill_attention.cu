@@ -22,9 +22,9 @@ template <int kDim> constexpr int kTiles = kDim <= 128 ? 2 : 1;     // more woul
 template <int kDim> constexpr int kRows = 64 * kTiles<kDim>;
 constexpr int kKeys = 32;
 
-// At least 2 or 3 blocks on an SM: without a number ptxas may spill registers to fit in one more.
+// At least 2 blocks on an SM: without a number ptxas may spill registers to fit in one more.
 template <typename T, int kDim, int kBlockSize, bool kSoftcap>
-__global__ void __launch_bounds__(128, kDim <= 64 ? 3 : 2)
+__global__ void __launch_bounds__(128, 2)
 prefill_attention(T* __restrict__ out,                  // [T][q_heads][kDim]
                   const T* __restrict__ q,              // [T][q_stride], heads first
                   const T* __restrict__ cache, const int* __restrict__ block_tables,

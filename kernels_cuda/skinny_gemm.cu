@@ -21,13 +21,14 @@
 
 enum Glu { kNone, kSilu, kGelu };
 
+// Blocks on an SM: 4 for 16-bit weights (without a number ptxas may spill to fit in one more), 0 leaves it to ptxas.
 template <typename T, typename Out, typename W, int kTiles, int kGlu>
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(256, W::kScaled ? 0 : 4)
 skinny_gemm(Out* __restrict__ out,             // [rows][n]
             const T* __restrict__ x,           // [rows][k], rows <= 8 * kTiles
             const u8* __restrict__ data, const half* __restrict__ scales, const half* __restrict__ minima, int rows, int n,
             int k) {                           // n: columns of out; the weight has twice as many rows with kGlu
-  constexpr int kWarps = 8, kAhead = 4, kColumns = kGlu ? 8 : 16;
+  constexpr int kWarps = 8, kAhead = 2, kColumns = kGlu ? 8 : 16;
   constexpr int kUnitWords = kUnitBytes<W> / 4;
   __shared__ float partial[kWarps][16][8 * kTiles];
   const Matrix<W> weight{data, scales, minima, k};

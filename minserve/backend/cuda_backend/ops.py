@@ -242,6 +242,23 @@ def decode_splits(m: Machine, heads: Heads, requests: int) -> int:
     return max(1, min(wanted, cdiv(span, DECODE_TOKENS), 64))
 
 
+def decode_launch(dim: int) -> tuple[int, int]:
+    """Threads and bytes of shared memory of decode_attention.cu: two tiles of 16 keys and values for each warp."""
+    warps = 4 if dim <= 128 else 2
+    return 32 * warps, warps * 4 * 16 * row_bytes(dim)
+
+
+def prefill_launch(dim: int) -> tuple[int, int]:
+    """Query rows of a block of prefill_attention.cu and its bytes of shared memory: those, two tiles of 32 keys."""
+    rows = 128 if dim <= 128 else 64
+    return rows, (rows + 4 * 32) * row_bytes(dim)
+
+
+def row_bytes(dim: int) -> int:
+    """kPitch of attention.cuh."""
+    return 2 * (dim + 8)
+
+
 class Attention:
     """Requests with one new token through decode_attention.cu, the others through prefill_attention.cu."""
 
@@ -249,12 +266,9 @@ class Attention:
         """parts: float32 scratch, see part_words."""
         self._m, self._out, self._q, self._heads, self._cache, self._parts = m, out, q, heads, cache, parts
         softcap = heads.softcap is not None
-        pitch = 2 * (heads.dim + 8)  # bytes of a row in shared memory
-        self._warps, tiles = (4, 2) if heads.dim <= 128 else (2, 1)
-        self._prefill_rows = 64 * tiles
+        self._decode_threads, self._decode_shared = decode_launch(heads.dim)
+        self._prefill_rows, self._prefill_shared = prefill_launch(heads.dim)
         parameters = m.compute, heads.dim, m.block_size, softcap
-        self._decode_shared = self._warps * 4 * 16 * pitch
-        self._prefill_shared = (self._prefill_rows + 4 * 32) * pitch
         file = "decode_attention"
         self._decode = m.kernels.get(file, "decode_attention", *parameters, shared=self._decode_shared)
         self._combine = m.kernels.get(file, "decode_combine", m.compute, heads.dim)
@@ -280,7 +294,7 @@ class Attention:
             most = requests * h.q * splits * h.dim
             parts, stats = self._parts[:most], self._parts[most:]
             grid, outputs = (splits, h.kv, requests), (self._out.array, parts, stats)
-            self._decode(grid, 32 * self._warps, *outputs, *rest, shared=self._decode_shared)
+            self._decode(grid, self._decode_threads, *outputs, *rest, shared=self._decode_shared)
             if splits > 1:
                 arguments = self._out.array, parts, stats, inputs["query_starts"], i32(splits)
                 self._combine((h.q, requests), h.dim, *arguments)
