@@ -1,12 +1,15 @@
 """What one section of the configuration means for another: the rules that a single value's type can't state.
 
-Pure functions over a Config; each broken rule is one sentence that names the settings. A server whose rules are broken
-does not start: timeouts that are not nested would fire in the wrong order, a price typo would lock everybody out.
+Pure functions over a Config (and this machine's cores); each broken rule is one sentence that names the settings. A
+server whose rules are broken does not start: timeouts that are not nested would fire in the wrong order, a price typo
+would lock everybody out. What is only `doubtful` is said, and served.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import math
+import os
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -14,11 +17,14 @@ from minserve.config import AccountConfig, Config, LimitConfig, PoolConfig
 
 _MAX_PRICE = 10_000.0  # per million tokens: a hundred times what the dearest models cost
 _MONTH_DAYS = 31
+_THREADS_PER_CORE = 4
+_CORES = os.cpu_count() or 1
 
 
-def validate(config: Config) -> list[str]:
-    """Every broken rule, empty if there is none."""
+def validate(config: Config, cores: int = _CORES) -> list[str]:
+    """Every broken rule, empty if there is none. cores: of this machine."""
     return [
+        *_threads(config, cores),
         *_timeouts(config),
         *_pools(config),
         *_lengths(config),
@@ -27,6 +33,45 @@ def validate(config: Config) -> list[str]:
         *_money(config),
         *_degradation(config),
     ]
+
+
+def doubtful(config: Config) -> list[str]:
+    """What works but can hardly be meant, empty if there is nothing."""
+    return [*_open_to_all(config), *_idle_shrinking(config)]
+
+
+def _threads(config: Config, cores: int) -> Iterator[str]:
+    threads = config.engine.threads
+    if threads > _THREADS_PER_CORE * cores:
+        yield f"engine.threads ({threads}) is more than {_THREADS_PER_CORE} for each of this machine's {cores} cores"
+
+
+def _open_to_all(config: Config) -> Iterator[str]:
+    host = config.server.host
+    if config.keys or host == "localhost":
+        return
+    where = f"on {host}"
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:  # a name
+        pass
+    else:
+        if address.is_loopback:
+            return
+        if address.is_unspecified:
+            where = "on all interfaces"
+    yield (
+        f"listening {where} without API keys: whoever reaches this machine may use the model and read /status. "
+        "Make a key (minserve keys new), or bind server.host to 127.0.0.1"
+    )
+
+
+def _idle_shrinking(config: Config) -> Iterator[str]:
+    if config.degradation.enabled:
+        return
+    for name, account in _all_accounts(config):
+        if account.allow_shrink:
+            yield f"{name}.allow_shrink does nothing while degradation.enabled is false"
 
 
 def _timeouts(config: Config) -> Iterator[str]:

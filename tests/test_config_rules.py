@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from minserve.config import Config
-from minserve.config_rules import validate
+from minserve.config_rules import doubtful, validate
 
 HASH = "ab" * 32
 SHARES = {"token_share": 0.2, "kv_share": 0.3}
@@ -16,6 +16,44 @@ SHARES = {"token_share": 0.2, "kv_share": 0.3}
 
 def test_the_defaults_are_sound() -> None:
     assert validate(Config()) == []
+    assert doubtful(Config()) == []
+
+
+def test_more_threads_than_the_cores_can_run_are_refused() -> None:
+    config = msgspec.convert({"engine": {"threads": 9}}, Config)
+    assert validate(config, cores=3) == []
+    (broken,) = validate(config, cores=2)
+    assert "engine.threads (9)" in broken
+
+
+@pytest.mark.parametrize(
+    ("host", "said"),
+    [
+        ("127.0.0.1", None),
+        ("127.0.1.1", None),
+        ("::1", None),
+        ("localhost", None),
+        ("0.0.0.0", "on all interfaces"),
+        ("::", "on all interfaces"),
+        ("10.0.0.5", "on 10.0.0.5"),
+        ("box.example", "on box.example"),
+    ],
+)
+def test_a_server_open_to_others_without_keys_is_doubtful(host: str, said: str | None) -> None:
+    tree = {"server": {"host": host}}
+    lines = doubtful(msgspec.convert(tree, Config))
+    assert len(lines) == (said is not None)
+    assert all(f"listening {said} without API keys" in line for line in lines)
+    keys = {"a": {"sha256": HASH, "user": "u"}}
+    assert doubtful(msgspec.convert({**tree, "keys": keys}, Config)) == []
+
+
+def test_answers_that_may_shrink_but_never_do_are_doubtful() -> None:
+    tree = {"local": {"allow_shrink": True}}
+    (line,) = doubtful(msgspec.convert(tree, Config))
+    assert "local.allow_shrink" in line
+    assert "degradation.enabled" in line
+    assert doubtful(msgspec.convert({**tree, "degradation": {"enabled": True}}, Config)) == []
 
 
 @pytest.mark.parametrize(
