@@ -65,7 +65,7 @@ def load(file: Path | None, environment: Mapping[str, str], flags: Mapping[str, 
     path = named or Path("minserve.toml")
     values: dict[str, Any] = {}
     origins = dict.fromkeys(FIELDS, "default")
-    if named is not None or path.is_file():
+    if named is not None or path.exists():
         for name, value in _flatten(_read(path)):
             values[name] = _convert(name, value, str(path), strict=True)
             origins[name] = str(path)
@@ -88,7 +88,10 @@ def load(file: Path | None, environment: Mapping[str, str], flags: Mapping[str, 
 
 
 def data_dir() -> Path:
-    """MINSERVE_DATA, or this platform's folder for a user's application data; made if it is missing."""
+    """MINSERVE_DATA, or this platform's folder for a user's application data; made if it is missing.
+
+    SettingsError if it can't be.
+    """
     if moved := os.environ.get("MINSERVE_DATA"):
         folder = Path(moved).expanduser().absolute()
     elif sys.platform == "win32":
@@ -97,7 +100,12 @@ def data_dir() -> Path:
         folder = Path.home() / "Library" / "Application Support" / "minserve"
     else:
         folder = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "minserve"
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingsError(
+            f"the data folder {folder} can't be made: {error.strerror}. MINSERVE_DATA names another one"
+        ) from None
     return folder
 
 
@@ -107,6 +115,8 @@ def flag_of(name: str) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    if path.is_dir():
+        raise SettingsError(f"{path} is a folder; the configuration is a file")
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:

@@ -5,6 +5,7 @@ Owns the terminal. Shows how little the synchronous core needs: submit, step unt
 
 from __future__ import annotations
 
+import io
 import itertools
 import sys
 import time
@@ -18,6 +19,7 @@ from rich.console import Console
 from minserve.assemble import Assembly, assemble
 from minserve.backend.base import BackendError, CheckpointError
 from minserve.config import Config
+from minserve.config_rules import validate
 from minserve.request import FinishReason, RequestError, RequestOutcome, SamplingParams, Submission, TextDelta
 from minserve.weights.hub import DownloadError, resolve
 
@@ -63,10 +65,12 @@ def stream(assembly: Assembly, prompt: list[int], style: Style) -> Iterator[tupl
 def load(config: Config, console: Console) -> Assembly | None:
     """An engine, with a spinner; None (and a readable reason) if that fails."""
     try:
+        if broken := validate(config):
+            raise ValueError("The settings contradict each other:\n  " + "\n  ".join(broken))
         fetch(config)
         with console.status("starting") as status:
             return assemble(config, progress=status.update)
-    except (CheckpointError, BackendError, DownloadError, OSError) as error:
+    except (CheckpointError, BackendError, DownloadError, OSError, ValueError) as error:
         console.print(f"minserve: {error}", style="red", markup=False, highlight=False)
         return None
 
@@ -74,16 +78,20 @@ def load(config: Config, console: Console) -> Assembly | None:
 def generate_once(config: Config, text: str, style: Style, *, raw: bool) -> int:
     """Print one answer to standard output; everything else goes to standard error."""
     errors = Console(stderr=True)
-    assembly = load(config, errors)
-    if assembly is None:
-        return 1
-    messages = [{"role": "system", "content": style.system}] if style.system else []
-    messages.append({"role": "user", "content": text})
-    prompt = assembly.tokenizer.encode(text, bos=True) if raw else assembly.template.encode(messages)
+    messages = _messages(style, [], text)
     try:
-        return _print(assembly, prompt, style, errors)[1]
-    finally:
-        assembly.engine.runner.close()
+        _check(messages)  # before anything is loaded for it
+        assembly = load(config, errors)
+        if assembly is None:
+            return 1
+        try:
+            prompt = assembly.tokenizer.encode(text, bos=True) if raw else assembly.template.encode(messages)
+            return _print(assembly, prompt, style, errors)[1]
+        finally:
+            assembly.engine.runner.close()
+    except RequestError as error:
+        errors.print(error.message, style="red", markup=False)
+        return 1
 
 
 def chat_loop(config: Config, style: Style) -> int:
@@ -94,6 +102,7 @@ def chat_loop(config: Config, style: Style) -> int:
         return 1
     console.print(f"{assembly.name} on {assembly.backend.description}. /new starts over, Ctrl-D ends.", style="dim")
     history: list[dict[str, Any]] = []
+    _tolerate_bytes()
     while True:
         try:
             text = console.input("[bold]> [/bold]").strip()
@@ -103,13 +112,43 @@ def chat_loop(config: Config, style: Style) -> int:
         if text == "/new":
             history.clear()
         elif text:
-            system = [{"role": "system", "content": style.system}] if style.system else []
-            question = {"role": "user", "content": text}
-            answer, code = _print(assembly, assembly.template.encode([*system, *history, question]), style, console)
+            messages = _messages(style, history, text)
+            try:
+                _check(messages)
+                answer, code = _print(assembly, assembly.template.encode(messages), style, console)
+            except RequestError as error:
+                console.print(error.message, style="red", markup=False)
+                continue
             if code == 0:
-                history += [question, {"role": "assistant", "content": answer}]
+                history += [messages[-1], {"role": "assistant", "content": answer}]
     assembly.engine.runner.close()
     return 0
+
+
+def read_input() -> str:
+    """All of standard input."""
+    _tolerate_bytes()
+    return sys.stdin.read()
+
+
+def _tolerate_bytes() -> None:
+    """Bytes of standard input that are no UTF-8 come as lone surrogates, as those of arguments do: `_check` says so."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
+
+
+def _messages(style: Style, history: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
+    system = [{"role": "system", "content": style.system}] if style.system else []
+    return [*system, *history, {"role": "user", "content": text}]
+
+
+def _check(messages: list[dict[str, Any]]) -> None:
+    """RequestError if a text is not valid UTF-8."""
+    for message in messages:
+        try:
+            message["content"].encode()
+        except UnicodeEncodeError:
+            raise RequestError(f"The {message['role']} text is not valid UTF-8.") from None
 
 
 def _print(assembly: Assembly, prompt: list[int], style: Style, console: Console) -> tuple[str, int]:
@@ -125,9 +164,6 @@ def _print(assembly: Assembly, prompt: list[int], style: Style, console: Console
             if delta.error is not None:
                 console.print(f"\n{delta.error.message}", style="red", markup=False)
                 code = 1
-    except RequestError as error:
-        console.print(error.message, style="red", markup=False)
-        return "", 1
     except KeyboardInterrupt:
         console.print("\n(stopped)", style="dim")
     print()

@@ -62,7 +62,8 @@ def bench(**options: Any) -> None:
     for key in ("requests", "completed", "duration_s", "request_throughput", "output_throughput", "goodput"):
         if key in summary:
             console.print(f"{key}: {summary[key]}", highlight=False)
-    console.print(f"client lag p99: {summary['client_lag_p99_ms']} ms", highlight=False, style="dim")
+    if summary["client_lag_p99_ms"] is not None:
+        console.print(f"client lag p99: {summary['client_lag_p99_ms']} ms", highlight=False, style="dim")
     for reason, count in summary["errors"].items():
         console.print(f"{count} x {reason}", style="red", markup=False)
     if options["result"]:

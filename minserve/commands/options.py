@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -18,7 +19,8 @@ from minserve.settings import FIELDS, Settings, SettingsError, flag_of, load
 F = TypeVar("F", bound=Callable[..., Any])
 
 # Sections whose fields become flags of their own; the rest is reached through --set.
-_FLAG_SECTIONS = ("profile", "model.", "engine.", "limits.", "server.")
+_MODEL_SECTIONS = ("profile", "model.", "engine.", "limits.")
+_FLAG_SECTIONS = (*_MODEL_SECTIONS, "server.")
 _FLAGS = {
     flag_of(name).removeprefix("--").replace("-", "_"): name
     for name in FIELDS
@@ -28,7 +30,18 @@ _FLAGS = {
 
 def settings_options(function: F) -> F:
     """What `config_options` adds, and a flag for each field of the usual sections."""
+    return _flags(function, _FLAG_SECTIONS)
+
+
+def model_options(function: F) -> F:
+    """The same without the server's section: for commands that run the model in the terminal."""
+    return _flags(function, _MODEL_SECTIONS)
+
+
+def _flags(function: F, sections: tuple[str, ...]) -> F:
     for flag, name in reversed(_FLAGS.items()):
+        if not name.startswith(sections):
+            continue
         field = FIELDS[name]
         default = ",".join(field.default) if isinstance(field.default, tuple) else field.default
         function = click.option(
@@ -64,6 +77,22 @@ def reread_settings(options: dict[str, Any], model: str | None = None) -> Settin
             raise SettingsError(f"--set {assignment}: write it as NAME=VALUE")
         flags[name] = value
     return load(options.get("file"), os.environ, flags)
+
+
+class Temperature(click.FloatRange):
+    """The type of an option: the range that a request's field may have. FloatRange alone lets NaN pass."""
+
+    def __init__(self) -> None:
+        super().__init__(min=0, max=2)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = float(super().convert(value, param, ctx))
+        if math.isnan(number):
+            self.fail(f"{value!r} is no number", param, ctx)
+        return number
+
+
+SEED = click.IntRange(-(2**63), 2**63 - 1)  # as a request's field
 
 
 def fail(message: str) -> NoReturn:

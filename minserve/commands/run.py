@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from minserve.commands.options import read_settings, reread_settings, settings_options
+from minserve.commands.options import SEED, Temperature, model_options, read_settings, reread_settings, settings_options
 from minserve.settings import FIELDS
 
 
@@ -25,28 +25,30 @@ def serve(model: str | None, **options: Any) -> None:
 @click.command()
 @click.argument("prompt")
 @click.option("--model", help="Which model. [default: as configured]")
-@click.option("--max-new", default=256, show_default=True, help="The most tokens to write.")
-@click.option("--temperature", default=0.0, show_default=True)
-@click.option("--seed", type=int)
+@click.option("--max-new", type=click.IntRange(min=1), default=256, show_default=True, help="The most tokens to write.")
+@click.option("--temperature", type=Temperature(), default=0.0, show_default=True)
+@click.option("--seed", type=SEED)
 @click.option("--system", help="A system prompt.")
 @click.option("--raw", is_flag=True, help="Continue the text instead of answering it (no chat template).")
-@settings_options
+@model_options
 def generate(prompt: str, model: str | None, **options: Any) -> None:
     """Write an answer to PROMPT and exit; no server needed. PROMPT - reads standard input."""
-    from minserve.terminal import Style, generate_once
+    from minserve.terminal import Style, generate_once, read_input
 
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = read_input() if prompt == "-" else prompt
     style = Style(options["system"], options["temperature"], options["max_new"], options["seed"])
     sys.exit(generate_once(read_settings(options, model).config, text, style, raw=options["raw"]))
 
 
 @click.command()
 @click.option("--model", help="Which model. [default: as configured]")
-@click.option("--max-new", default=512, show_default=True, help="The most tokens of an answer.")
-@click.option("--temperature", default=0.7, show_default=True)
-@click.option("--seed", type=int)
+@click.option(
+    "--max-new", type=click.IntRange(min=1), default=512, show_default=True, help="The most tokens of an answer."
+)
+@click.option("--temperature", type=Temperature(), default=0.7, show_default=True)
+@click.option("--seed", type=SEED)
 @click.option("--system", help="A system prompt.")
-@settings_options
+@model_options
 def chat(model: str | None, **options: Any) -> None:
     """Chat in the terminal; no server needed."""
     from minserve.terminal import Style, chat_loop
@@ -57,20 +59,27 @@ def chat(model: str | None, **options: Any) -> None:
 
 @click.command()
 @click.argument("model", required=False)
-@settings_options
+@model_options
 def pull(model: str | None, **options: Any) -> None:
     """Fetch MODEL into the cache and say where it is."""
     config = read_settings(options, model).config
     from minserve.terminal import fetch
+    from minserve.weights.cache import DownloadError
 
-    click.echo(fetch(config))
+    try:
+        click.echo(fetch(config))
+    except (DownloadError, OSError) as error:
+        click.echo(f"minserve: {error}", err=True)
+        sys.exit(1)
 
 
 @click.command(name="config")
 @click.argument("model", required=False)
 @settings_options
 def show_config(model: str | None, **options: Any) -> None:
-    """Print the effective configuration and where each value came from."""
+    """Print the effective configuration and where each value came from. Exit status 2 if a server would refuse it."""
+    from minserve.config_rules import doubtful, validate
+
     settings = read_settings(options, model)
     width = max(map(len, FIELDS))
     for name in FIELDS:
@@ -79,6 +88,10 @@ def show_config(model: str | None, **options: Any) -> None:
             value = getattr(value, part)
         shown = ", ".join(value) or "none" if name == "keys" else repr(value)
         click.echo(f"{name:{width}}  {shown:24}  {settings.origins[name]}")
+    broken = validate(settings.config)
+    for line in (*broken, *doubtful(settings.config)):
+        click.echo(f"minserve: {line}", err=True)
+    sys.exit(2 if broken else 0)
 
 
 COMMANDS = (serve, generate, chat, pull, show_config)

@@ -1,0 +1,104 @@
+"""minserve generate, chat, pull and config: what they refuse, and in which words."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+from minserve.cli import main
+from tests.commands.conftest import Invoke
+
+ROOT = Path(__file__).parents[2]
+TINY = ("--model", "dummy:llama-tiny", "--backend", "numpy", "--num-blocks", "16")
+
+
+def run(folder: Path, *arguments: str | bytes, given: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+    """The command as a process of its own: bytes that are no text reach it only so."""
+    environment = {**os.environ, "MINSERVE_DATA": str(folder), "PYTHONPATH": str(ROOT), "PYTHONUTF8": "1"}
+    command = [sys.executable, "-m", "minserve", *arguments]
+    return subprocess.run(command, input=given, cwd=folder, env=environment, capture_output=True, timeout=60)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="arguments are no bytes there")
+def test_a_prompt_that_is_no_utf8_is_refused(tmp_path: Path) -> None:
+    for result in (
+        run(tmp_path, "generate", b"caf\xe9", *TINY),
+        run(tmp_path, "generate", "-", *TINY, given=b"caf\xe9"),
+        run(tmp_path, "generate", "Hi", "--system", b"\xff", *TINY),
+    ):
+        assert (result.returncode, result.stdout) == (1, b"")
+        assert b"is not valid UTF-8" in result.stderr
+        assert b"Traceback" not in result.stderr
+
+
+def test_a_chat_outlives_a_line_that_is_no_utf8(tmp_path: Path) -> None:
+    result = run(tmp_path, "chat", *TINY, "--max-new", "2", given=b"caf\xe9\nHi\n")
+    assert result.returncode == 0
+    assert result.stderr.index(b"is not valid UTF-8") < result.stderr.index(b"tokens, ")
+
+
+def test_a_chat_outlives_messages_that_the_template_refuses(tmp_path: Path) -> None:
+    (tmp_path / "strict.jinja").write_text("{{ raise_exception('no') }}", encoding="utf-8")
+    result = run(tmp_path, "chat", *TINY, "--chat-template", "strict.jinja", given=b"Hi\nHo\n")
+    assert (result.returncode, result.stderr.count(b"refuses these messages")) == (0, 2)
+    result = run(tmp_path, "generate", "Hi", *TINY, "--chat-template", "strict.jinja")
+    assert (result.returncode, b"Traceback" in result.stderr) == (1, False)
+
+
+@pytest.mark.parametrize(
+    "option", ["--max-new=0", "--max-new=-1", "--temperature=nan", "--temperature=inf", f"--seed={2**63}"]
+)
+@pytest.mark.parametrize("command", [("generate", "Hi"), ("chat",)])
+def test_numbers_out_of_range_are_refused_by_name(invoke: Invoke, command: tuple[str, ...], option: str) -> None:
+    result = invoke(*command, option)
+    assert result.exit_code == 2
+    assert option.partition("=")[0] in result.stderr
+
+
+def test_a_cache_that_can_not_be_made_is_one_sentence(
+    invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MINSERVE_CACHE", str(tmp_path / "file"))
+    result = invoke("pull")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "MINSERVE_CACHE" in result.stderr
+
+
+def test_only_servers_have_server_flags() -> None:
+    for name, command in main.commands.items():
+        if name in ("serve", "generate", "chat", "pull"):
+            flags = {flag for each in command.params if isinstance(each, click.Option) for flag in each.opts}
+            assert ("--port" in flags) is (name == "serve")
+            assert "--max-model-len" in flags
+
+
+def test_config_says_what_a_server_would_refuse(invoke: Invoke, tmp_path: Path) -> None:
+    assert invoke("config").exit_code == 0
+    (tmp_path / "minserve.toml").write_text('[keys.web]\nsha256 = "ab"\nuser = "ann"\n', encoding="utf-8")
+    result = invoke("config", "--threads", "100000", "--set", "local.allow_shrink=true")
+    assert result.exit_code == 2
+    assert "engine.threads " in result.stdout  # printed all the same
+    for problem in ("keys.web.sha256 must be", "engine.threads (100000) is more", "local.allow_shrink does nothing"):
+        assert problem in result.stderr
+
+
+def test_a_bench_that_nobody_answers_says_only_what_it_knows(invoke: Invoke) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        result = invoke("bench", "--base-url", f"http://127.0.0.1:{free.getsockname()[1]}", "--num-prompts", "2")
+    assert result.exit_code == 1
+    assert "completed: 0" in result.stdout
+    assert "None" not in result.stdout
+
+
+def test_a_configuration_that_is_a_folder_is_said(invoke: Invoke, tmp_path: Path) -> None:
+    (tmp_path / "minserve.toml").mkdir()
+    result = invoke("config")
+    assert (result.exit_code, "minserve.toml is a folder" in result.stderr) == (2, True)
