@@ -47,11 +47,11 @@ class LedgerError(Exception):
 
 def open_database(path: Path, durability: str) -> sqlite3.Connection:
     """Open, create or migrate the ledger at `path`, for writing, to be used by one thread at a time."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         database = sqlite3.connect(path, check_same_thread=False, timeout=5.0)
-    except sqlite3.Error as error:
-        raise LedgerError(f"{path}: {error}") from None
+    except (OSError, sqlite3.Error) as error:
+        raise LedgerError(f"{path} can't be opened: {_why(error)}. ledger.path names another file") from None
     try:
         migrate(database, path)
         database.execute("PRAGMA journal_mode = WAL")
@@ -98,12 +98,17 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._database = sqlite3.connect(folder / "server.lock", timeout=0.0, isolation_level=None)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._database = sqlite3.connect(folder / "server.lock", timeout=0.0, isolation_level=None)
+        except (OSError, sqlite3.Error) as error:
+            raise _unwritable(folder, error) from None
         try:
             self._database.execute("BEGIN EXCLUSIVE")
-        except sqlite3.OperationalError:
+        except sqlite3.Error as error:
             self._database.close()
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY:
+                raise _unwritable(folder, error) from None
             raise LedgerError(
                 f"Another minserve is running on {folder}. Stop it, or give this one its own folder (MINSERVE_DATA)."
             ) from None
@@ -111,3 +116,11 @@ class FolderLock:
     def release(self) -> None:
         """Idempotent."""
         self._database.close()
+
+
+def _unwritable(folder: Path, error: Exception) -> LedgerError:
+    return LedgerError(f"The data folder {folder} can't be written: {_why(error)}. MINSERVE_DATA names another one")
+
+
+def _why(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -88,11 +88,11 @@ async def _run(config: Config, batch: Batch, progress: Progress, say: Say) -> St
     stop = asyncio.Event()
     install_signals(stop)
     async with AsyncExitStack() as cleanup:
+        results = Results(batch.target)  # before anything is loaded: a file that can't be written is said at once
+        cleanup.push_async_callback(results.close)
         services = await cleanup.enter_async_context(opened(config, say, stop))
         if services is None:
             return Status.STOPPED
-        results = Results(batch.target)
-        cleanup.push_async_callback(results.close)
         runner = Runner(services, batch, results, asked)
         await runner.run(stop, progress)
     if (fault := runner.fault or results.failure) is not None:

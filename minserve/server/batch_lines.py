@@ -207,14 +207,17 @@ class Results:
     """
 
     def __init__(self, path: Path) -> None:
-        """BatchError as `read_results`."""
+        """BatchError as `read_results`, and if the file can't be written."""
         held = read_results(path)
         self.done = set(held.done)
         self.failed = held.failed
         self.failure: OSError | None = None
         self._waiting: list[bytes] = []
         self._task: asyncio.Task[None] | None = None
-        self._file = path.open("ab")
+        try:
+            self._file = path.open("ab")
+        except OSError as error:
+            raise BatchError(f"{path} can't be written: {error.strerror}") from None
         self._file.truncate(held.size)
 
     def add(self, line: Line, result: dict[str, Any], *, failed: bool) -> None:

@@ -18,7 +18,7 @@ from minserve.assemble import Assembly, assemble, default_name
 from minserve.async_engine import AsyncEngine
 from minserve.backend.base import BackendError, CheckpointError
 from minserve.config import Config
-from minserve.config_rules import validate
+from minserve.config_rules import doubtful, validate
 from minserve.economics.accounting import Accounting
 from minserve.economics.schema import LedgerError
 from minserve.engine import Observer
@@ -68,8 +68,7 @@ async def serve(config: Config, reread: Reread | None = None, *, say: Say | None
         if reread is not None:
             reloading = asyncio.create_task(reload_on(hangup, services, reread))
             cleanup.callback(reloading.cancel)
-        say(f"Chat     {address_of(sock)}")
-        say(f"API      {address_of(sock)}/v1")
+        say_ready(config, address_of(sock), say)
         await stop.wait()
         await drain(services, site, say)
     return 0
@@ -157,6 +156,13 @@ def describe(assembly: Assembly, say: Say) -> None:
     say(f"Model    {assembly.name}")
     say(f"Device   {assembly.backend.description}")
     say(f"Cache    {assembly.capacity()}")
+
+
+def say_ready(config: Config, address: str, say: Say) -> None:
+    say(f"Chat     {address}")
+    say(f"API      {address}/v1")
+    for line in doubtful(config):
+        say(f"Warning  {line}")
 
 
 def install_signals(stop: asyncio.Event, hangup: asyncio.Event | None = None) -> None:

@@ -39,7 +39,11 @@ class PortInUse(Exception):
 
 def bind(host: str, port: int) -> socket.socket:
     """A listening socket. PortInUse or OSError with a readable message."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (socket.gaierror, UnicodeError) as error:
+        why = error.strerror if isinstance(error, socket.gaierror) else "no host name"
+        raise OSError(f"server.host: {host!r} is no address of this machine ({why})") from None
     sock = socket.socket(family, kind, protocol)
     try:
         if sys.platform == "win32":
@@ -55,7 +59,7 @@ def bind(host: str, port: int) -> socket.socket:
                 f"Port {port} on {host} is in use, perhaps by another minserve. "
                 f"Stop that one, or choose another port: --port {port + 1 if port < 65535 else 8000}"
             ) from None
-        raise
+        raise OSError(f"server.host, server.port: can't listen on {host} port {port} ({error.strerror})") from None
     sock.setblocking(False)
     return sock
 

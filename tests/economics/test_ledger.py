@@ -178,6 +178,17 @@ def test_files_that_are_no_ledger_are_refused(tmp_path: Path) -> None:
         open_database(tmp_path / "other.db", "process")
 
 
+def test_places_that_can_not_be_written_name_their_settings(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for folder in (file, file / "data"):
+        with pytest.raises(LedgerError, match="MINSERVE_DATA"):
+            FolderLock(folder)
+    for path in (file / "ledger.db", tmp_path):
+        with pytest.raises(LedgerError, match=r"ledger\.path"):
+            open_database(path, "process")
+
+
 def test_two_servers_can_not_use_one_data_folder(tmp_path: Path) -> None:
     lock = FolderLock(tmp_path)
     with pytest.raises(LedgerError, match="Another minserve"):

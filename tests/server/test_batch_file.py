@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from minserve.config import AccountConfig, DegradationConfig, LimitConfig
+from minserve.config import AccountConfig, Config, DegradationConfig, LimitConfig
 from minserve.request import FinishReason, RequestError, Submission
-from minserve.server.batch_file import Batch, Runner
+from minserve.server.batch_file import Batch, Runner, Status, run
 from minserve.server.batch_lines import BatchError, Line, Results, answered, faulty, read_lines, read_results, scan
 from tests.server.fakes import CHAT, COMPLETION, FakeEngine, FakeStream, keyed, say, serving
 
@@ -93,6 +93,17 @@ def test_a_file_that_holds_something_else_is_refused_and_left_as_it_is(tmp_path:
     with pytest.raises(BatchError, match="line 1 is no result"):
         Results(target)
     assert target.read_text(encoding="utf-8") == content
+
+
+def test_results_that_can_not_be_written_are_said_before_the_model_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write(tmp_path / "in.jsonl", line("a"))
+    lines: list[str] = []
+    batch = Batch(source, tmp_path / "none" / "out.jsonl")
+    assert run(Config(), batch, progress=lambda *_: None, say=lines.append) == Status.UNUSABLE
+    assert "out.jsonl can't be written" in capsys.readouterr().err
+    assert lines == ["1 lines, 0 of them done before"]
 
 
 async def test_a_disk_that_is_full_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

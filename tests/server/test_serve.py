@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from minserve.server.site import PortInUse, bind
+from minserve.server.site import PortInUse, address_of, bind
 from minserve.server.webhook import Webhook
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals are sent to a process of its own")
@@ -125,6 +125,23 @@ async def test_a_port_in_use_is_said_before_anything_is_loaded(tmp_path: Path) -
     assert f"--port {port + 1}" in said
     assert "reading" not in said
     assert "Traceback" not in said
+
+
+async def test_a_server_open_to_all_without_keys_warns(tmp_path: Path) -> None:
+    async with serve(tmp_path, "--port", "0", "--host", "0.0.0.0") as server:
+        await server.line("Warning +listening on all interfaces without API keys")
+
+
+def test_an_address_that_can_not_be_had_names_the_setting() -> None:
+    for host in ("no.such.host.invalid", "a..b", "192.0.2.1"):
+        with pytest.raises(OSError, match=r"server\.host"):
+            bind(host, 0)
+
+
+def test_the_address_shown_is_the_one_that_was_bound() -> None:
+    for host, shown in (("127.0.0.2", "127.0.0.2"), ("0.0.0.0", "127.0.0.1")):
+        with bind(host, 0) as sock:
+            assert address_of(sock).startswith(f"http://{shown}:")
 
 
 async def test_a_model_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
