@@ -61,6 +61,7 @@ def token(key_name: str, ttl: float, origin: str, max_tokens: int, user: str, **
     from minserve.economics.keys import Keyring
     from minserve.economics.tokens import PageTokens, server_secret
     from minserve.request import RequestError
+    from minserve.server.origins import Origins
 
     config = read_settings(options).config
     if key_name not in config.keys:
@@ -73,6 +74,8 @@ def token(key_name: str, ttl: float, origin: str, max_tokens: int, user: str, **
         )
     except (RequestError, OSError, ValueError) as error:
         fail(str(error))
+    if not Origins(config.server).allows(origin):
+        click.echo(f"Pages of {origin} can't call yet: server.allowed_origins does not list it.", err=True)
     click.echo(made)
 
 

@@ -41,8 +41,8 @@ def ledger(what: str, by: str, form: Any, limit: int, **options: Any) -> None:
     from minserve.economics.schema import LedgerError
 
     config = read_settings(options).config
-    path = _path(config)
     try:
+        path = _path(config)
         with reading(path) as database:
             chosen = _filter(options)
             if what == "rows":
@@ -82,10 +82,16 @@ def cost(scenario: Path | None, price: float | None, plot: Path | None, **option
                 "max_prompt": config.limits.max_input_tokens or config.engine.max_model_len or _MODEL_CONTEXT,
                 "max_output": config.limits.max_tokens * config.limits.max_n,
             }
-            caps = report.loosest(config, options["key"], **most)
+            account, caps = report.loosest(config, options["key"], **most)
             with reading(_path(config)) as database:
                 found = report.of_ledger(
-                    database, _filter(options), config.prices, limits=caps, price_per_user=price, **most
+                    database,
+                    _filter(options),
+                    config.prices,
+                    limits=caps,
+                    account=account,
+                    price_per_user=price,
+                    **most,
                 )
         if plot is not None:
             plot.write_text(found.plot(), encoding="utf-8")

@@ -9,23 +9,25 @@ from minserve.commands.options import fail
 
 @click.command()
 def models() -> None:
-    """List the models known by name: licence, download size, whether they are cached."""
+    """List the models known by name: licence, what is to be fetched, how much of the disk it takes."""
     from rich.console import Console
     from rich.table import Table
 
     from minserve.weights.hub import cached, list_models
 
     table = Table(box=None, pad_edge=False)
-    for column in ("name", "licence", "download", "cached", "about"):
+    for column in ("name", "licence", "download", "on disk", "about"):
         table.add_column(column)
+    here = {model.name: model.size for model in cached()}
     for known in list_models():
-        size = f"{known.download / 1e6:.0f} MB" if known.download else "-"
-        table.add_row(known.name, known.licence, size, "yes" if known.cached else "no", known.about)
-    names = {known.name for known in list_models()}
-    for model in cached():
-        if model.name not in names:
-            table.add_row(model.name, "its own", f"{model.size / 1e6:.0f} MB", "yes", "fetched")
+        table.add_row(known.name, known.licence, _size(known.download), _size(here.pop(known.name, 0)), known.about)
+    for name, size in here.items():
+        table.add_row(name, "its own", "-", _size(size), "fetched")
     Console().print(table)
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.0f} MB" if nbytes else "-"
 
 
 @click.group()
@@ -35,11 +37,11 @@ def cache() -> None:
 
 @cache.command(name="list")
 def list_cache() -> None:
-    """List cached models and their sizes."""
+    """List cached models and what they take on the disk."""
     from minserve.weights.cache import cache_dir
     from minserve.weights.hub import cached
 
-    click.echo(f"{cache_dir()}")
+    click.echo(f"{cache_dir()}, sizes on disk:")
     for model in cached():
         click.echo(f"{model.size / 1e6:8.1f} MB  {model.name}  {model.path}")
 

@@ -21,7 +21,7 @@ from minserve.economics.rows import COLUMNS
 from minserve.economics.schema import APPLICATION_ID, MIGRATIONS, LedgerError
 
 Form = Literal["table", "csv", "jsonl"]
-GROUPS = ("key", "user", "end_user", "feature", "run", "pool", "model", "endpoint", "finish", "day")
+GROUPS = ("key", "user", "end_user", "feature", "run", "pool", "model", "endpoint", "finish", "status", "day")
 _SUMMED = ("calls", "prompt_tokens", "cached_tokens", "completion_tokens", "max_tokens", "cost")
 _SHORT = (
     *("time", "id", "user", "feature", "prompt_tokens", "completion_tokens", "cost"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from minserve.config import AccountConfig, Config, LimitConfig, PricesConfig, UserConfig
@@ -29,7 +29,10 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """costs: per user and month. ceilings: tightest first. Optional parts are None where nothing is known of them."""
+    """costs: per user and month. ceilings: tightest first. Optional parts are None where nothing is known of them.
+
+    unbounded: the account that has no cap, as the configuration calls it. priced: something costs something.
+    """
 
     source: str
     currency: str
@@ -40,6 +43,8 @@ class Report:
     lengths: Lengths | None = None
     device: Device | None = None
     device_hour: float | None = None
+    unbounded: str = ""
+    priced: bool = True
 
     def lines(self) -> list[str]:
         s, unit = self.spread, self.currency
@@ -54,6 +59,8 @@ class Report:
                 f"  at {m.price:g} {unit} a month: margin {m.per_user:.4g} per user ({m.share:.0%}); "
                 f"{m.losing:.1%} of users cost more than they pay"
             )
+        if not self.priced:
+            out.append("  nothing has a price: set [prices], or give them as --set prices.decode=2")
         out.append(self._worst())
         if self.lengths is not None and self.lengths.asked:
             out.append(
@@ -65,7 +72,8 @@ class Report:
 
     def _worst(self) -> str:
         if not self.ceilings:
-            return "  no cap bounds what one user can cost: set limits (requests, tokens or money) per user"
+            whose = f" of {self.unbounded}" if self.unbounded else ""
+            return f"  no cap bounds what one user{whose} can cost: set limits (requests, tokens or money)"
         first = self.ceilings[0]
         reached = sum(cost >= first.cost for cost in self.costs) / len(self.costs)
         return (
@@ -118,13 +126,15 @@ def of_ledger(
     prices: PricesConfig,
     *,
     limits: Sequence[LimitConfig] = (),
+    account: str = "",
     max_prompt: int,
     max_output: int,
     price_per_user: float | None = None,
 ) -> Report:
     """What users (key, user and end user) cost, scaled from the time the rows span to a month.
 
-    ValueError if no row matches. Less than a day of rows counts as a day: an hour says little about a month.
+    account: whose the limits are. ValueError if no row matches. Less than a day of rows counts as a day: an hour says
+    little about a month.
     """
     where, values = chosen.where()
     first, last = database.execute(f"SELECT MIN(time), MAX(time) FROM calls WHERE {where}", values).fetchone()
@@ -144,17 +154,22 @@ def of_ledger(
         _lengths(database, where, values),
         _device(database, chosen),
         prices.device_hour,
+        account,
+        not known.free,
     )
 
 
-def loosest(config: Config, key: str | None, *, max_prompt: int, max_output: int) -> tuple[LimitConfig, ...]:
-    """The caps of the account under which one user can cost most: its own, its user's and those of each end user.
+def loosest(
+    config: Config, key: str | None, *, max_prompt: int, max_output: int
+) -> tuple[str, tuple[LimitConfig, ...]]:
+    """The account under which one user can cost most, and its caps: its own, its user's and those of each end user.
 
-    key: only this one. ValueError if there is no such key.
+    Named as in the configuration: keys.NAME, or local. key: only this one. ValueError if there is no such key.
     """
     if key is not None and key not in config.keys:
         raise ValueError(f"there is no key {key!r} in the configuration")
-    accounts: Sequence[AccountConfig] = [config.keys[key]] if key is not None else [*config.keys.values()]
+    keys: Mapping[str, AccountConfig] = config.keys if key is None else {key: config.keys[key]}
+    accounts = {f"keys.{name}": account for name, account in keys.items()} or {"local": config.local}
     prices = Prices.of(config.prices)
 
     def caps(account: AccountConfig) -> tuple[LimitConfig, ...]:
@@ -165,7 +180,8 @@ def loosest(config: Config, key: str | None, *, max_prompt: int, max_output: int
         found = ceilings(caps(account), prices, max_prompt=max_prompt, max_output=max_output)
         return found[0].cost if found else math.inf
 
-    return caps(max(accounts or [config.local], key=bound))
+    name = max(accounts, key=lambda name: bound(accounts[name]))
+    return name, caps(accounts[name])
 
 
 def _lengths(database: sqlite3.Connection, where: str, values: Sequence[object]) -> Lengths:

@@ -129,3 +129,10 @@ def test_a_wrong_token_is_refused(invoke: Invoke, tmp_path: Path, arguments: tup
     result = invoke("keys", "token", *(part for pair in asked.items() for part in pair))
     assert (result.exit_code, result.stdout) == (2, "")
     assert message in result.stderr
+
+
+def test_an_origin_that_is_not_allowed_is_said(invoke: Invoke, tmp_path: Path) -> None:
+    (tmp_path / "minserve.toml").write_text(invoke("keys", "new", "web").stdout, encoding="utf-8")
+    asked = ("keys", "token", "--key-name", "web", "--origin", "https://a.example", "--max-tokens", "5")
+    assert "server.allowed_origins does not list it" in invoke(*asked).stderr
+    assert invoke(*asked, "--set", "server.allowed_origins=https://a.example").stderr == ""

@@ -81,6 +81,21 @@ def test_a_summary_as_csv(invoke: Invoke, ledger: Ledger) -> None:
     ]
 
 
+def test_a_summary_by_status(invoke: Invoke, ledger: Ledger) -> None:
+    lines = invoke("ledger", "summary", "--by", "status", "--format", "jsonl").stdout.splitlines()
+    assert {row["status"]: row["calls"] for row in map(json.loads, lines)} == {200: 3, 429: 1}
+
+
+def test_a_data_folder_that_can_not_be_made_names_the_setting(
+    invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MINSERVE_DATA", str(tmp_path / "file" / "data"))
+    result = invoke("ledger")
+    assert result.exit_code == 2
+    assert "MINSERVE_DATA" in result.stderr
+
+
 def test_what_can_not_be_shown_is_said(invoke: Invoke, tmp_path: Path) -> None:
     assert "There is no ledger at" in invoke("ledger").stderr
     (tmp_path / "minserve.toml").write_text('[ledger]\npath = "other.db"\n', encoding="utf-8")
@@ -103,7 +118,9 @@ def test_cost_of_the_ledger(invoke: Invoke, ledger: Ledger, tmp_path: Path) -> N
     assert "ledger: 3 users" in result.stdout  # ann's refused call is in the window, and cost nothing
     assert "max 120" in result.stdout  # 4 in a day, thirty times
     assert "at 50 USD a month" in result.stdout
-    assert "no cap bounds" in result.stdout
+    assert "no cap bounds what one user of local can cost" in result.stdout
+    assert "[prices]" not in result.stdout
+    assert "nothing has a price: set [prices]" in invoke("cost").stdout
     assert (tmp_path / "tail.svg").read_text(encoding="utf-8").startswith("<svg")
 
 
@@ -134,8 +151,8 @@ def test_the_worst_case_is_that_of_the_loosest_account() -> None:
         users={"ann": UserConfig(limits=(loose,))},
     )
     most = {"max_prompt": 1000, "max_output": 1000}
-    assert loosest(config, None, **most) == (loose,)
-    assert loosest(config, "a", **most) == (tight, loose)
-    assert loosest(Config(), None, **most) == ()
+    assert loosest(config, None, **most) == ("keys.b", (loose,))
+    assert loosest(config, "a", **most) == ("keys.a", (tight, loose))
+    assert loosest(Config(), None, **most) == ("local", ())
     with pytest.raises(ValueError, match="no key 'c'"):
         loosest(config, "c", **most)

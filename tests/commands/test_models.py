@@ -33,9 +33,10 @@ def test_models_says_licence_size_and_what_is_cached(invoke: Invoke, cached: Pat
     def row() -> list[str]:
         return next(line.split() for line in invoke("models").stdout.splitlines() if line.startswith(NAME))
 
-    assert row()[1:5] == ["Apache-2.0", "93", "MB", "yes"]
+    assert row()[1:6] == ["Apache-2.0", "93", "MB", "2", "MB"]
     cached.unlink()
-    assert row()[1:5] == ["Apache-2.0", "93", "MB", "no"]
+    assert row()[1:5] == ["Apache-2.0", "93", "MB", "-"]
+    assert invoke("models").stdout.splitlines()[0].split()[2:5] == ["download", "on", "disk"]
     assert "dummy:gemma3-tiny" in invoke("models").stdout
 
 
@@ -43,6 +44,7 @@ def test_the_cache_is_listed_and_cleared(invoke: Invoke, cached: Path) -> None:
     listing = invoke("cache", "list").stdout
     assert str(cached) in listing
     assert "2.5 MB" in listing
+    assert "sizes on disk" in listing
     for arguments in ((), (NAME, "--all"), ("nothing-of-that-name",)):
         result = invoke("cache", "clear", *arguments)
         assert result.exit_code == 2, arguments
