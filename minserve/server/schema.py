@@ -44,7 +44,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     frequency_penalty: float = 0.0
     repetition_penalty: float | None = None
     logit_bias: dict[str, Any] | None = None
-    allowed_token_ids: TokenIds | None = None
+    allowed_token_ids: TokenIds | None = None  # supported, as vLLM's: nothing else is sampled
     banned_token_ids: TokenIds | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -146,6 +146,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "web_search_options": (),
     # vLLM, SGLang
     "bad_words": ([],),
+    "beam_search": (False,),
     "chat_template": (),
     "documents": (),
     "ebnf": (),
@@ -159,7 +160,9 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
     "logit_processors": ([],),
     "logprob_token_ids": ([],),
+    "lora": (),
     "lora_path": (),
+    "lora_request": (),
     "mm_processor_kwargs": (),
     "no_stop_trim": (False,),
     "prompt_embeds": (),

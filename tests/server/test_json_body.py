@@ -127,6 +127,10 @@ def test_unknown_fields_are_ignored_and_unsupported_ones_refused() -> None:
         "skip_special_tokens": False,
         "echo": True,
         "use_beam_search": True,
+        "beam_search": True,
+        "logit_processors": ["x"],
+        "lora": "a",
+        "lora_request": {},
     }.items():
         with pytest.raises(RequestError) as caught:
             refuse_unsupported({field: value}, chat=True)
