@@ -48,9 +48,10 @@ class Assembly:
         tokens = self.limits.num_blocks * self.limits.block_size
         longest = min(self.limits.max_seqs, tokens // self.max_model_len)
         each = min(self.max_model_len, tokens // self.limits.max_seqs)
+        more = "" if each == self.max_model_len else f", or {self.limits.max_seqs} of {each}"
         return (
             f"{self.limits.num_blocks} blocks of {self.limits.block_size} tokens: "
-            f"{longest} requests of {self.max_model_len} tokens at once, or {self.limits.max_seqs} of {each}"
+            f"{longest} requests of {self.max_model_len} tokens at once{more}"
         )
 
 

@@ -256,3 +256,15 @@ async def test_penalties_and_bias_do_not_touch_log_probabilities() -> None:
         before, after = (reply["choices"][0]["logprobs"]["top_logprobs"][0] for reply in (plain, biased))
         assert {token: after[token] for token in before} == before
         assert after["A"] < min(before.values())
+
+
+@pytest.mark.parametrize(
+    ("seats", "length", "said"),
+    [
+        (2, 64, "64 blocks of 8 tokens: 2 requests of 64 tokens at once"),
+        (6, 256, "64 blocks of 8 tokens: 2 requests of 256 tokens at once, or 6 of 85"),
+    ],
+)
+def test_the_capacity_is_said_once_where_every_seat_has_its_full_length(seats: int, length: int, said: str) -> None:
+    engine = EngineConfig(backend="numpy", num_blocks=64, block_size=8, max_num_seqs=seats, max_model_len=length)
+    assert assemble(Config(model=ModelConfig(name="dummy:llama-tiny"), engine=engine)).capacity() == said
