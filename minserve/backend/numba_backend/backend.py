@@ -6,7 +6,6 @@ lower and tape (how a forward pass becomes rows), team (who replays them).
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -18,7 +17,7 @@ import numpy.typing as npt
 from minserve.backend.base import BackendError, Forward, KVSpec, ModelSpec, Peaks, StepLimits
 from minserve.backend.memory import available_memory
 from minserve.backend.numba_backend import dot, jit
-from minserve.backend.numba_backend.arena import Arena, aligned
+from minserve.backend.numba_backend.arena import Arena, Bytes, aligned
 from minserve.backend.numba_backend.layout import BLOCK, INT8_PLANE, INT16_PLANES, width
 from minserve.backend.numba_backend.packing import (
     BF16,
@@ -26,15 +25,17 @@ from minserve.backend.numba_backend.packing import (
     FORMATS,
     Q4_1,
     Q8_0,
+    ROWS,
     Format,
     Matrix,
     Segment,
     check_columns,
     pack,
-    packed_bytes,
 )
+from minserve.backend.numba_backend.peaks import bandwidth, dot_rate
 from minserve.backend.numba_backend.program import NumbaProgram
 from minserve.backend.numba_backend.recorder import Rope
+from minserve.backend.numba_backend.store import PackedStore
 from minserve.backend.tensor import HostTensor
 from minserve.config import EngineConfig, ModelConfig
 
@@ -48,7 +49,11 @@ def create(
     if engine.block_size != BLOCK:
         raise BackendError(f"block_size = {engine.block_size}: the numba backend has blocks of {BLOCK} tokens")
     return NumbaBackend(
-        threads=engine.threads, activations=engine.activations, quantize=model.quantize, progress=progress
+        threads=engine.threads,
+        activations=engine.activations,
+        quantize=model.quantize,
+        weights_id=weights_id,
+        progress=progress,
     )
 
 
@@ -60,7 +65,8 @@ def usable_cores() -> int:
 
 
 class NumbaBackend:
-    """threads 0: all usable cores. activations: how they are rounded before they meet quantized weights."""
+    """threads 0: all usable cores. activations: how they are rounded before they meet quantized weights. quantize: what
+    becomes of weights of a float encoding. weights_id: names the weights, so that packed ones can be kept on disk."""
 
     name = "numba"
     block_size = BLOCK
@@ -71,6 +77,7 @@ class NumbaBackend:
         threads: int = 0,
         activations: Literal["accurate", "int8"] = "accurate",
         quantize: Literal["none", "q8", "q4"] = "none",
+        weights_id: bytes = b"",
         progress: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.threads = threads or usable_cores()
@@ -78,6 +85,9 @@ class NumbaBackend:
         self._floats = {"none": BF16, "q8": Q8_0, "q4": Q4_1}[quantize]
         self._progress = progress
         self._arena = Arena()
+        self._store = PackedStore(f"{weights_id.hex()[:32]}-{quantize}" if weights_id else "")
+        self._bf16_bytes = self._int_bytes = 0
+        self._peaks: Peaks | None = None
 
     @property
     def description(self) -> str:
@@ -93,44 +103,70 @@ class NumbaBackend:
         return available_memory()
 
     def peaks(self) -> Peaks:
-        return measure_peaks(self.threads)
+        """Measured once, in about 0.1 s. Operations are those of the encoding that most weights have; two planes of
+        activations take two for one."""
+        if self._peaks is None:
+            bf16 = self._bf16_bytes > self._int_bytes
+            rate = dot_rate(self.threads, bf16=bf16)
+            self._peaks = Peaks(bandwidth(self.threads), rate if bf16 else rate / self._planes)
+        return self._peaks
 
     def _format(self, tensor: HostTensor) -> Format:
         return self._floats if tensor.encoding in FLOATS else FORMATS[tensor.encoding]
+
+    def _packed(self, key: str, form: Format, nbytes: int, write: Callable[[Bytes], None]) -> Bytes:
+        """Packed weights: from the store, or written now."""
+        key = f"{key} {form.name}"
+        data = self._store.get(key, nbytes)
+        if data is None:
+            data = self._arena.take(nbytes)
+            write(data)
+            self._store.add(key, data)
+        if form is BF16:
+            self._bf16_bytes += nbytes
+        else:
+            self._int_bytes += nbytes
+        return data
 
     def prepare_linear(
         self, tensors: Sequence[HostTensor], bias: HostTensor | None = None, *, pairs: bool = False
     ) -> Matrix:
         cols = check_columns(tensors)
-        forms = {self._format(tensor) for tensor in tensors}
-        if pairs and len(forms) == 1:
-            return self._prepare_pairs(tensors, bias, forms.pop())
-        if len(forms) == 1:
-            parts = [(forms.pop(), joined(tensors))]
-        else:
-            parts = [(self._format(tensor), tensor) for tensor in tensors]
+        forms = [self._format(tensor) for tensor in tensors]
+        if pairs and len(set(forms)) == 1:
+            return self._prepare_pairs(tensors, bias, forms[0])
+        groups = [list(tensors)] if len(set(forms)) == 1 else [[tensor] for tensor in tensors]
         segments, start = [], 0
-        for i, (form, tensor) in enumerate(parts):
-            last = i + 1 == len(parts)
-            if tensor.rows % 16 and not last:
-                raise BackendError(f"{tensor.name}: its rows, in an encoding of their own, are not a multiple of 16")
-            block = form.block_bytes(width(tensor.cols))
-            data = self._arena.take(packed_bytes(tensor, form, last=last))
-            pack(tensor, form, data.reshape(-1, block))
-            segments.append(Segment(form, start, tensor.rows, data, block))
-            start += tensor.rows
-        padded = None if bias is None else padded_vector(bias.float32(), start)
-        return Matrix(tensors[0].name, start, cols, tuple(segments), padded)
+        for i, (form, group) in enumerate(zip(forms, groups, strict=False)):
+            last = i + 1 == len(groups)
+            rows = sum(tensor.rows for tensor in group)
+            if rows % ROWS and not last:
+                raise BackendError(f"{group[0].name}: its rows, in an encoding of their own, are not a multiple of 16")
+            block = form.block_bytes(width(cols))
+            padded = width(start + rows) - start if last else rows  # fills a buffer's row with zeros to its end
+
+            def write(out: Bytes, group: list[HostTensor] = group, form: Format = form, block: int = block) -> None:
+                pack(joined(group), form, out.reshape(-1, block))
+
+            data = self._packed(" ".join(tensor.name for tensor in group), form, padded // ROWS * block, write)
+            segments.append(Segment(form, start, rows, data, block))
+            start += rows
+        added = None if bias is None else padded_vector(bias.float32(), start)
+        return Matrix(tensors[0].name, start, cols, tuple(segments), added)
 
     def _prepare_pairs(self, tensors: Sequence[HostTensor], bias: HostTensor | None, form: Format) -> Matrix:
         gate, up = tensors
         if gate.rows != up.rows:
             raise BackendError(f"{gate.name} has {gate.rows} rows, {up.name} {up.rows}")
         block = form.block_bytes(width(gate.cols))
-        data = self._arena.take(2 * packed_bytes(gate, form))
-        blocks = data.reshape(-1, block)
-        pack(gate, form, blocks[0::2])
-        pack(up, form, blocks[1::2])
+
+        def write(out: Bytes) -> None:
+            blocks = out.reshape(-1, block)
+            pack(gate, form, blocks[0::2])
+            pack(up, form, blocks[1::2])
+
+        nbytes = 2 * width(gate.rows) // ROWS * block
+        data = self._packed(f"{gate.name} | {up.name}", form, nbytes, write)
         both = None
         if bias is not None:  # alternate in blocks of 16, as the rows do
             parts = np.zeros((2, width(gate.rows)), np.float32)
@@ -159,7 +195,11 @@ class NumbaBackend:
         return weight.nbytes
 
     def build(self, forward: Forward, spec: ModelSpec, limits: StepLimits) -> NumbaProgram:
-        return NumbaProgram(forward, spec, limits, threads=self.threads, planes=self._planes, progress=self._progress)
+        program = NumbaProgram(
+            forward, spec, limits, threads=self.threads, planes=self._planes, progress=self._progress
+        )
+        self._store.save()
+        return program
 
 
 def padded_vector(values: npt.NDArray[np.float32], cols: int) -> npt.NDArray[np.float32]:
@@ -178,8 +218,3 @@ def joined(tensors: Sequence[HostTensor]) -> HostTensor:
     if len({tensor.encoding for tensor in tensors}) == 1:
         return HostTensor(first.name, (rows, first.cols), first.encoding, np.concatenate([t.data for t in tensors]))
     return HostTensor.from_array(first.name, np.concatenate([tensor.float32() for tensor in tensors]))
-
-
-@functools.cache
-def measure_peaks(threads: int) -> Peaks:
-    return Peaks(1e10, 1e11)

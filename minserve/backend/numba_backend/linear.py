@@ -279,18 +279,21 @@ def bf16_dots(w, pairs, x, step, tile):
 
 @inlined
 def linear(tid, threads, rows, p, block, dots):
-    """out[:, 16 b : 16 b + 16] for this thread's row blocks b; x: activations, or this thread's own copy of one row.
+    """out[:, 16 b : 16 b + 16] for this thread's row blocks b, its share of `units` equal parts of `unit` blocks.
+
+    x: activations, or this thread's own copy of one row.
 
     kind 0: out = sum + bias + residual (either may be 0). kind 1, 2: row blocks alternate between gate and up, and
     out = act(gate) * up; with a mode for the output, it is rounded for the next layer: 2 x 2 row blocks make a group.
     """
     out, x, mode, w, block_bytes = i64(p, 0), i64(p, 1), i64(p, 2), i64(p, 3), i64(p, 4)
-    blocks, unit, cols, stride, kind = i64(p, 5), i64(p, 6), i64(p, 7), i64(p, 8), i64(p, 9)
-    out_mode, halves, bias, residual = i64(p, 10), i64(p, 11), i64(p, 12), i64(p, 13)
-    acc = i64(p, 14) + tid * i64(p, 15)
-    if rows == 1 and i64(p, 16):
-        x = i64(p, 16) + tid * i64(p, 17)
-    b0, b1 = block_share(blocks, unit, tid, threads)
+    blocks, units, unit, cols, stride, kind = i64(p, 5), i64(p, 6), i64(p, 7), i64(p, 8), i64(p, 9), i64(p, 10)
+    out_mode, halves, bias, residual = i64(p, 11), i64(p, 12), i64(p, 13), i64(p, 14)
+    acc = i64(p, 15) + tid * i64(p, 16)
+    if rows == 1 and i64(p, 17):
+        x = i64(p, 17) + tid * i64(p, 18)
+    u0, u1 = share(units, tid, threads)
+    b0, b1 = u0 * unit, blocks if u1 == units else u1 * unit  # padding belongs to the last unit
     together = 1 if kind == 0 else (2 if out_mode == 0 else 4)
     for m0 in range(0, rows, TILE):
         n = min(TILE, rows - m0)
@@ -309,14 +312,6 @@ def linear(tid, threads, rows, p, block, dots):
                 finish_quantized(
                     kind, out + m0 * row_bytes(stride, out_mode), stride, n, acc, bias, b, out_mode, halves
                 )
-
-
-@inlined
-def block_share(blocks, unit, tid, threads):
-    """This thread's row blocks, in units of `unit`; what is left over (padding) belongs to the last unit."""
-    units = max(1, blocks // unit)
-    u0, u1 = share(units, tid, threads)
-    return u0 * unit, blocks if u1 == units else u1 * unit
 
 
 @inlined
@@ -353,8 +348,8 @@ def finish_quantized(kind, tile, cols, n, acc, bias, g, planes, halves):
 
 
 FIELDS = (
-    "out x mode weights block_bytes blocks unit cols stride kind out_mode halves bias residual scratch scratch_stride"
-    " own own_stride"
+    "out x mode weights block_bytes blocks units unit cols stride kind out_mode halves bias residual scratch"
+    " scratch_stride own own_stride"
 )
 
 

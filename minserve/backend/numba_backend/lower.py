@@ -33,7 +33,7 @@ from minserve.backend.numba_backend.layout import (
     activation_bytes,
     width,
 )
-from minserve.backend.numba_backend.packing import BF16, Q6_K, Format, Matrix, Segment
+from minserve.backend.numba_backend.packing import BF16, Q6_K, ROWS, Format, Matrix, Segment
 from minserve.backend.numba_backend.recorder import LayerCache, Value, require
 
 KINDS = {"silu": 1, "gelu": 2}
@@ -82,7 +82,7 @@ class Marker:
 SCRATCH, SCRATCH_STRIDE, OWN_STRIDE = Marker(), Marker(), Marker()
 
 # How the threads of a team divide what an instruction touches. Two accesses with equal patterns, other than ALL, of one
-# buffer meet only data of the same thread. ROWS, GATHER: by rows (T or S); COLUMNS: by blocks of 16 columns in units.
+# buffer meet only data of the same thread. by_rows: rows (T or S); by_columns: by blocks of 16 columns, in equal units.
 ALL = ("all",)
 
 
@@ -90,8 +90,8 @@ def by_rows(rows: int) -> tuple[Any, ...]:
     return ("rows", rows)
 
 
-def by_columns(cols: int, unit: int) -> tuple[Any, ...]:
-    return ("columns", cols, unit)
+def by_columns(cols: int, units: int) -> tuple[Any, ...]:
+    return ("columns", cols, units)
 
 
 def for_itself(rows: int) -> tuple[Any, ...]:
@@ -239,17 +239,19 @@ class Lowering:
         require(not weight.pairs, f"{weight.name}: gate and up are packed for glu only")
         out = self._in_place(residual, v) if residual else self._buffer(v)
         user = self._sole_user(v)
-        unit = user.attrs["heads"].dim // BLOCK if user is not None and user.op == "rope" else 1
+        heads = user.attrs["heads"] if user is not None and user.op == "rope" else None
         for segment in weight.segments:
             words: dict[str, Any] = {"out": Offset(out, segment.start), "stride": width(v.cols), "kind": 0}
             words |= {"out_mode": 0, "halves": 0}
             words |= {"bias": 0 if weight.bias is None else weight.bias[segment.start :]}
             words |= {"residual": Offset(self._buffer(residual), segment.start) if residual else 0}
             whole = len(weight.segments) == 1
-            pattern = by_columns(v.cols, unit) if whole else ("columns", v.cols, segment.start)
+            units = heads.q + 2 * heads.kv if heads and whole else max(1, segment.rows // ROWS)  # as rope divides them
+            pattern = by_columns(v.cols, units) if whole else ("segment", segment.start)
             accesses = [Access(self._buffer(residual), pattern)] if residual else []
             accesses.append(Access(out, pattern, write=True))
-            self._matrix(lin.inputs[0], segment, lin.rows, unit if whole else 1, segment.blocks, words, accesses)
+            words |= {"blocks": segment.blocks, "units": units, "unit": heads.dim // ROWS if heads and whole else 1}
+            self._matrix(lin.inputs[0], segment, lin.rows, words, accesses)
 
     def _glu(self, v: Value) -> None:
         lin, kind = v.inputs[0], KINDS[v.attrs["activation"]]
@@ -269,8 +271,9 @@ class Lowering:
             out, mode = self._buffer(v), 0
         words = {"out": out, "stride": width(v.cols), "kind": kind, "out_mode": mode, "halves": Halves(out)}
         words |= {"bias": 0 if weight.bias is None else weight.bias, "residual": 0}
-        write = Access(out, by_columns(v.cols, 1), write=True)
-        return self._matrix(lin.inputs[0], segment, v.rows, 1, blocks, words, [write])
+        write = Access(out, by_columns(v.cols, blocks), write=True)
+        words |= {"blocks": blocks, "units": blocks, "unit": 1}
+        return self._matrix(lin.inputs[0], segment, v.rows, words, [write])
 
     def _mode(self, form: Format) -> int:
         return BF16_PLANE if form is BF16 else self.planes
@@ -287,8 +290,6 @@ class Lowering:
         x: Value,
         segment: Segment,
         rows: int,
-        unit: int,
-        blocks: int,
         words: dict[str, Any],
         accesses: list[Access],
     ) -> None:
@@ -298,7 +299,7 @@ class Lowering:
         q.halves |= segment.format is Q6_K
         private = q.row_bytes > 0
         words = words | {"x": q, "mode": mode, "weights": segment.data, "block_bytes": segment.block_bytes}
-        words |= {"blocks": blocks, "unit": unit, "cols": width(x.cols)}
+        words |= {"cols": width(x.cols)}
         words |= {"scratch": SCRATCH, "scratch_stride": SCRATCH_STRIDE}
         words |= {"own": Own(q) if private else 0, "own_stride": OWN_STRIDE}
         kernel = linear.LINEAR[segment.format.name, mode]
@@ -348,7 +349,7 @@ class Lowering:
         words |= {"cache": cache.words, "blocks": cache.blocks, "batch": self.batch, "eps": float(a["eps"])}
         words |= {name: 0 if a[name] is None else a[name] for name in ("q_norm", "k_norm")}
         words |= {"scratch": SCRATCH, "scratch_stride": SCRATCH_STRIDE}
-        pattern = by_columns(v.cols, heads.dim // BLOCK)
+        pattern = by_columns(v.cols, heads.q + 2 * heads.kv)
         accesses = Access(buffer, pattern), Access(buffer, pattern, write=True), Access(cache, pattern, write=True)
         self._emit(rope.rope_write_kv, v.rows, words, *accesses)
 

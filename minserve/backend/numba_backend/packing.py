@@ -118,17 +118,6 @@ class Matrix:
         return sum(s.data.nbytes for s in self.segments) + (0 if self.bias is None else self.bias.nbytes)
 
 
-def padded_rows(rows: int) -> int:
-    """Rows whose results fill a buffer's row, so that its padding is written as zeros."""
-    return width(rows)
-
-
-def packed_bytes(tensor: HostTensor, form: Format, *, last: bool = True) -> int:
-    """Bytes of the row blocks; those of a matrix's last segment include the padding."""
-    rows = padded_rows(tensor.rows) if last else tensor.rows
-    return rows // ROWS * form.block_bytes(width(tensor.cols))
-
-
 def pack(tensor: HostTensor, form: Format, out: npt.NDArray[np.uint8]) -> None:
     """Write the row blocks of a tensor: out [blocks, block bytes], zeroed, any stride between blocks.
 

@@ -132,18 +132,18 @@ class NumbaProgram:
     ) -> None:
         self._spec, self._limits = spec, limits
         self._seats = Seats(spec.vocab_size)
-        self._buffers = StepBuffers(limits)
+        self.buffers = StepBuffers(limits)
         self._cache = allocate_cache(spec.kv, limits.num_blocks)
         result = forward(Recorder(), None, self._cache)
         if not isinstance(result, Value) or result.rows != S_ROWS or result.cols != spec.vocab_size:
             raise BackendError("the forward pass must end in logits [S, vocab]")
-        lowering = Lowering(sink_takes(result), limits, self._buffers.words, planes)
-        self._sampling = SamplingBuffers(limits.max_rows)
-        lowering.sample(spec.vocab_size, self._sampling.arrays)
+        lowering = Lowering(sink_takes(result), limits, self.buffers.words, planes)
+        self.sampling = SamplingBuffers(limits.max_rows)
+        lowering.sample(spec.vocab_size, self.sampling.arrays)
         compile_kernels(lowering, progress)
         self.tape = Tape(lowering, threads)
         self._logits = self.tape.view(self.tape.out, limits.max_rows, width(spec.vocab_size))
-        self.team = Team(threads, self.tape, self._buffers.header)
+        self.team = Team(threads, self.tape, self.buffers.header)
 
     def run(self, batch: Batch) -> Sampled:
         check_ids(batch.sampling, self._spec.vocab_size)
@@ -151,7 +151,7 @@ class NumbaProgram:
         logits = self._compute(batch, plain)
         for reset in batch.resets:
             self._seats.reset(reset)
-        tokens = self._sampling.tokens[: len(plain)].copy()
+        tokens = self.sampling.tokens[: len(plain)].copy()
         logprobs: list[TokenLogprob | None] = [None] * len(tokens)
         left = np.flatnonzero(~plain)
         if len(left):
@@ -171,16 +171,20 @@ class NumbaProgram:
             source, destination = batch.copies[:, 0], batch.copies[:, 1]
             for cache in self._cache:
                 cache.words[:, destination] = cache.words[:, source]
-        self._buffers.fill(batch)
-        self._sampling.fill(batch.sampling, plain)
+        self.buffers.fill(batch)
+        self.sampling.fill(batch.sampling, plain)
         self.team.run()
-        return self._logits[: batch.num_rows, : self._spec.vocab_size]
+        return self.view(batch.num_rows)
+
+    def view(self, rows: int) -> Float32:
+        """The buffer of the last step's logits."""
+        return self._logits[:rows, : self._spec.vocab_size]
 
     def _check(self, batch: Batch) -> None:
         """Kernels follow every index without looking: ValueError before one of them leads astray."""
         limits = self._limits
         counts = (batch.num_tokens, batch.num_requests, batch.num_rows, batch.block_tables.shape[1])
-        most = (limits.max_tokens, limits.max_requests, limits.max_rows, self._buffers.table_width)
+        most = (limits.max_tokens, limits.max_requests, limits.max_rows, self.buffers.table_width)
         for name, count, limit in zip(
             ("tokens", "requests", "logit rows", "blocks a request"), counts, most, strict=True
         ):

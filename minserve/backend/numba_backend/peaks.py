@@ -1,0 +1,92 @@
+"""What this machine can do at most: bytes read per second, and dot products, by all threads together.
+
+Owns two small kernels and their timing. Utilization is measured against them.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from minserve.backend.numba_backend.arena import PAGE, aligned
+from minserve.backend.numba_backend.dot import bf16_tile, dot_tile, zeros_f32, zeros_i32
+from minserve.backend.numba_backend.jit import entry
+from minserve.backend.numba_backend.simd import load_f32, load_u8, store_f32, store_i32
+
+READ_BYTES = 128 << 20  # beyond the caches of the machines this runs on
+DOT_LOOPS = 100_000
+
+
+@entry()
+def read_memory(p, nbytes, out):
+    """Four streams within each 256 bytes, nbytes a multiple of 256."""
+    a, b, c, d = load_f32(p, 0), load_f32(p, 16), load_f32(p, 32), load_f32(p, 48)
+    for i in range(64, nbytes // 4, 64):
+        a, b = a + load_f32(p, i), b + load_f32(p, i + 16)
+        c, d = c + load_f32(p, i + 32), d + load_f32(p, i + 48)
+    store_f32(out, 0, a + b + c + d)
+
+
+@entry()
+def int8_rate(loops, p, out):
+    """64 dot products of 16 rows x 4 k a loop: operands in registers and the L1 cache."""
+    w = (load_u8(p, 0), load_u8(p, 64), load_u8(p, 128), load_u8(p, 192))
+    t = zeros_i32(16)
+    for _ in range(loops):
+        t = dot_tile(t, w, p, 256, 16)
+    for r in (t[0] + t[1] + t[2] + t[3] + t[4] + t[5] + t[6] + t[7],):
+        store_i32(out, 0, r + t[8] + t[9] + t[10] + t[11] + t[12] + t[13] + t[14] + t[15])
+
+
+@entry()
+def bf16_rate(loops, p, out):
+    """16 dot products of 16 rows x 2 k a loop."""
+    w, t = load_u8(p, 0), zeros_f32(16)
+    for _ in range(loops):
+        t = bf16_tile(t, w, p, 64, 1)
+    store_f32(out, 0, t[0] + t[1] + t[2] + t[3] + t[4] + t[5] + t[6] + t[7])
+    store_f32(out, 16, t[8] + t[9] + t[10] + t[11] + t[12] + t[13] + t[14] + t[15])
+
+
+def fastest(work: Callable[[int], None], threads: int, repeats: int = 3) -> float:
+    """Seconds of the quickest of some runs of work(thread) on all threads at once."""
+    best = float("inf")
+    for _ in range(repeats):
+        others = [threading.Thread(target=work, args=(t,)) for t in range(1, threads)]
+        start = time.perf_counter()
+        for other in others:
+            other.start()
+        work(0)
+        for other in others:
+            other.join()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def bandwidth(threads: int) -> float:
+    """Bytes per second that all threads read together."""
+    memory, out = aligned(READ_BYTES, PAGE), aligned(threads * 256)
+    memory[:] = 1
+    part = READ_BYTES // threads // 256 * 256
+    read_memory.compile()
+
+    def work(t: int) -> None:
+        read_memory(memory.ctypes.data + t * part, part, out.ctypes.data + 256 * t)
+
+    return part * threads / fastest(work, threads)
+
+
+def dot_rate(threads: int, *, bf16: bool) -> float:
+    """Multiplications and additions per second, of bfloat16 or of 8-bit integers, by all threads."""
+    kernel, operations = (bf16_rate, 16 * 64) if bf16 else (int8_rate, 64 * 128)
+    loops = DOT_LOOPS if bf16 else DOT_LOOPS // 4
+    memory, out = aligned(4096), aligned(threads * 256)
+    kernel.compile()
+
+    def work(t: int) -> None:
+        kernel(loops, memory.ctypes.data, out.ctypes.data + 256 * t)
+
+    return loops * operations * threads / fastest(work, threads)
