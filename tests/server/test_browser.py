@@ -134,6 +134,28 @@ async def test_stopping_an_answer_stops_the_work(open_page: Open, how: str) -> N
         await expect(page.locator(".stats")).to_contain_text("stopped")
 
 
+async def test_an_answer_that_a_reload_cut_goes_on(open_page: Open) -> None:
+    async with serving(FakeEngine(None)) as server:
+        page = await open_page(server)
+        await send(page, "Tell me everything")
+        stream = await server.engine.stream()
+        tokens(stream, "It began")
+        await expect(page.locator(".content")).to_have_text("It began")
+        # A browser that cuts the connection before the page hears that it is left.
+        await page.evaluate("dispatchEvent(new Event('beforeunload'))")
+        runner = server.site._runner
+        assert runner is not None
+        assert runner.server is not None
+        for connection in runner.server.connections:
+            assert connection.transport is not None
+            connection.transport.abort()
+        await idle(page)
+        await expect(page.locator(".stats")).to_contain_text("stopped")
+        await page.reload()
+        await expect(page.get_by_role("button", name="Continue")).to_be_visible()
+        await expect(page.locator(".failure")).to_be_hidden()
+
+
 async def test_a_cut_answer_goes_on_where_it_ended(open_page: Open) -> None:
     async with serving(FakeEngine(None)) as server:
         page = await open_page(server)

@@ -8,12 +8,14 @@ const $ = (id) => document.getElementById(id);
 const RATE_AFTER = 200; // ms of writing after which a rate means something
 const CHECK_EVERY = 10_000; // ms between looks at whether the server is there
 const SAVE_EVERY = 1000; // ms between saves of a growing answer
+const LEAVING = 2000; // ms within which a lost connection is the leaving reader's doing
 
 const messages = store.loadChat();
 const views = [];
 let settings = store.loadSettings();
 let model = null; // { id, max_model_len? }
 let busy = null; // { controller, phase } while an answer is on its way
+let left = -Infinity; // when the reader began to leave this page; some leave for a download, and stay
 let cleared = null; // the conversation that New chat put away
 
 // -- the conversation on the page
@@ -114,7 +116,7 @@ async function answer({ resume = false } = {}) {
   try {
     await receive(message, requestOf(message, resume), job);
   } catch (error) {
-    if (job.controller.signal.aborted) message.end = "stopped";
+    if (job.controller.signal.aborted || leaving(error)) message.end = "stopped";
     else message.error = plainError(error);
   }
   if (busy === job) busy = null;
@@ -173,6 +175,10 @@ function measure(usage, ttft, writing) {
   const tokens = usage.completion_tokens;
   const rate = writing > RATE_AFTER && tokens > 1 ? ((tokens - 1) / writing) * 1000 : undefined;
   return { ttft, rate, tokens, total: usage.total_tokens };
+}
+
+function leaving(error) {
+  return ["connection_lost", "unreachable"].includes(error.code) && performance.now() - left < LEAVING;
 }
 
 function plainError(error) {
@@ -356,8 +362,14 @@ function announce(text) {
   $("announcer").textContent = text;
 }
 
+// Leaving ends the answer as Stop does. Some browsers cut its connection first: that is no failure of the server's.
+addEventListener("beforeunload", () => (left = performance.now()));
 addEventListener("pagehide", () => {
-  if (busy) messages.at(-1).end = "stopped";
+  left = performance.now();
+  if (busy) {
+    messages.at(-1).end = "stopped";
+    stop();
+  }
   store.saveChat(messages);
 });
 document.addEventListener("visibilitychange", () => document.hidden || checkServer());
