@@ -121,6 +121,11 @@ class Accounting:
         if self.lock is not None:
             self.lock.release()
 
+    def end_now(self, timeout: float) -> None:
+        """What was settled is on the disk then, or `timeout` seconds have passed. For a process that ends at once."""
+        if self.ledger is not None:
+            self.ledger.end_now(timeout)
+
     def observe(self, record: StepRecord | RequestOutcome) -> None:
         """An engine's observer: how the device's paid time is spent."""
         if self._device is not None and isinstance(record, StepRecord):

@@ -143,6 +143,13 @@ class Ledger:
             self._rows.clear()
         self.database.close()
 
+    def end_now(self, timeout: float) -> None:
+        """Write what is left before the process ends, at most `timeout` seconds. Nothing can be put afterwards."""
+        self._flush()
+        self._jobs.put(None)
+        assert self._thread is not None  # _flush starts it
+        self._thread.join(timeout)
+
     def _committed(self) -> asyncio.Future[None]:
         """A future of the caller's own, for the batch that is being gathered: one that is cancelled disturbs nobody."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -20,7 +20,7 @@ from minserve.economics.loops import prompt_digest
 from minserve.economics.reservation import Admission, Reservation
 from minserve.economics.rows import REFUSED
 from minserve.economics.settlement import Settlement, read_prompt
-from minserve.request import Pool, RequestError, Submission
+from minserve.request import FinishReason, Pool, RequestError, Submission
 from minserve.server.degradation import Degradation, FixedText
 from minserve.server.generation import Arrival, Call, CallTimeouts, Generation, aborted, timed_out
 from minserve.server.ports import ServingEngine, TokenStream
@@ -28,6 +28,8 @@ from minserve.server.ports import ServingEngine, TokenStream
 log = logging.getLogger("minserve.server")
 
 _BACKSTOP_S = 1.0  # the reader's own timeout comes first; the engine's is for calls that nobody reads any more
+
+_LAST_WRITE_S = 2.0
 
 CLIENT_CLOSED = RequestError("The client left.", status=499, code="client_closed")
 
@@ -130,6 +132,16 @@ class Gateway:
         if self._settling:
             await asyncio.wait(self._settling, timeout=timeout)
 
+    def abandon(self) -> None:
+        """Settle what is known of the calls that run, waiting for no step: the process ends right after this.
+
+        What is not reached here stays open, and the next start settles it at what it reserved.
+        """
+        for generation in self._live.values():
+            if generation.reservation is not None:
+                generation.reservation.settle(_so_far(generation))
+        self._accounting.end_now(_LAST_WRITE_S)
+
     def _admissible(self, call: Call) -> tuple[Call, str | None]:
         """The call as it may run under the load of this moment, and the text instead of an answer, if there is one."""
         try:
@@ -227,6 +239,22 @@ def _admission(arrival: Arrival, call: Call | None = None) -> Admission:
         digest=prompt_digest(call.prompts),
         degraded=call.degraded,
         started=arrival.started,
+    )
+
+
+def _so_far(generation: Generation) -> Settlement:
+    """What a call has used that still runs: the tokens its client may have had, and the prompt read for them."""
+    call, tally = generation.call, generation.tally
+    read = call.prompt_tokens
+    if not generation.begun:
+        read = min(read, sum(stream.progress.computed for stream in generation.streams))
+    return Settlement(
+        finish=FinishReason.ABORT.value,
+        status=503,
+        code="shutting_down",
+        prompt_tokens=read,
+        cached_tokens=min(read, tally.cached),
+        completion_tokens=tally.completion,
     )
 
 

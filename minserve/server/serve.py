@@ -55,7 +55,8 @@ async def serve(config: Config, reread: Reread | None = None, *, say: Say | None
     """The whole life: port, ledger, weights, engine, service, drain. Raises what `run` turns into a sentence."""
     say = say or _print
     stop, hangup = asyncio.Event(), asyncio.Event()
-    install_signals(stop, hangup)
+    last: list[Callable[[], None]] = []
+    install_signals(stop, hangup, last)
     async with contextlib.AsyncExitStack() as cleanup:
         sock = bind(config.server.host, config.server.port)
         site = Site(sock)
@@ -64,6 +65,8 @@ async def serve(config: Config, reread: Reread | None = None, *, say: Say | None
         services = await cleanup.enter_async_context(opened(config, say, stop))
         if services is None:
             return 0
+        last.append(services.gateway.abandon)
+        cleanup.callback(last.clear)  # settled in good order by then
         await site.serve(create_app(services))
         if reread is not None:
             reloading = asyncio.create_task(reload_on(hangup, services, reread))
@@ -165,8 +168,10 @@ def say_ready(config: Config, address: str, say: Say) -> None:
         say(f"Warning  {line}")
 
 
-def install_signals(stop: asyncio.Event, hangup: asyncio.Event | None = None) -> None:
-    """The first SIGINT or SIGTERM asks to drain, a second one exits at once; SIGHUP sets `hangup`.
+def install_signals(
+    stop: asyncio.Event, hangup: asyncio.Event | None = None, last: Sequence[Callable[[], None]] = ()
+) -> None:
+    """The first SIGINT or SIGTERM asks to drain, a second one exits at once, after `last`; SIGHUP sets `hangup`.
 
     A terminal that is closed sends SIGHUP too: then the server drains, instead of living on where nobody sees it.
     """
@@ -175,7 +180,11 @@ def install_signals(stop: asyncio.Event, hangup: asyncio.Event | None = None) ->
 
     def on_signal() -> None:
         if stop.is_set():
-            os._exit(_INTERRUPTED)
+            try:
+                for act in last:
+                    act()
+            finally:
+                os._exit(_INTERRUPTED)
         stop.set()
 
     def on_hangup() -> None:

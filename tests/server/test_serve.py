@@ -7,9 +7,10 @@ import os
 import re
 import signal
 import socket
+import sqlite3
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from minserve.server.webhook import Webhook
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals are sent to a process of its own")
 
 ROOT = Path(__file__).parents[2]
-BODY = {"prompt": "Hi", "max_tokens": 3000, "ignore_eos": True, "stream": True}
+BODY: dict[str, Any] = {"prompt": "Hi", "max_tokens": 3000, "ignore_eos": True, "stream": True}
 
 
 class Process:
@@ -97,6 +98,11 @@ async def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
             await server.line("Stopping")
             server.process.send_signal(signal.SIGINT)
             assert await server.end(5) == 130
+    with closing(sqlite3.connect(tmp_path / "ledger.db")) as database:
+        (row,) = database.execute("SELECT finish, code, prompt_tokens, completion_tokens FROM calls").fetchall()
+    assert row[:2] == ("abort", "shutting_down")  # settled at what is known, not open
+    assert row[2] > 0
+    assert 0 < row[3] < BODY["max_tokens"]
 
 
 # bug: 63
