@@ -19,7 +19,7 @@ from typing import Any
 
 from minserve.backend.cuda_backend import kernels
 from minserve.backend.cuda_backend.blas import Blas
-from tests.simt import checks_attention, checks_linear, checks_rows, checks_sampling, emulator, fakecupy, instances
+from tests.simt import checks_attention, checks_linear, checks_rows, checks_sampling, fakecupy
 from tests.simt.emulator import SimRawModule
 from tests.simt.fakeblas import FakeBlas
 from tests.simt.kit import Check, Kit
@@ -141,9 +141,6 @@ def try_mutant(mutant: Mutant, checks: Sequence[str]) -> str | None:
         return mutant.apply(source) if name == mutant.file else original(name)
 
     kernels.read_source = read
-    for file, names in instances.INSTANCES.items():  # compiled together; float16 alone, to take half the time
-        bundle = [name for name in names + instances.TEST_ONLY.get(file, []) if "bf16" not in name]
-        emulator.bundles[kernels.flatten(f"{file}.cu")] = bundle
     for order in ("forward", "reverse", "shuffle"):
         SimRawModule.order = order
         for name in checks:

@@ -17,9 +17,9 @@ from minserve.request import Submission
 from tests.engines import Collected, run, submission
 from tests.simt import fakecupy, instances
 from tests.simt.engines import Certainties, Recorded, cuda_engine
+from tests.simt.witness import SURE
 
 pytestmark = pytest.mark.simt
-SURE = {"half": 1e-2, "bf16": 5e-2}
 # Small enough that four requests don't fit: somebody is preempted.
 LIMITS: dict[str, Any] = {
     "block_size": 16,

@@ -1,0 +1,115 @@
+"""scripts/gpu_check, rehearsed: its correctness part on the emulator, its report, and what it says without a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minserve.backend.base import BackendError
+from tests.gpu import correctness, machine, main, paper, torch_peer
+from tests.gpu.report import Report
+from tests.simt import emulator
+
+needs_emulator = pytest.mark.skipif(emulator.missing() is not None, reason=str(emulator.missing()))
+
+
+@pytest.mark.simt
+@needs_emulator
+def test_the_whole_command_on_the_emulator(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Kernels, graphs and tokens agree; every line that measures has run, and reports no number."""
+    assert main.main(["--simulate", "--out", str(tmp_path)]) == 0
+    data = json.loads((tmp_path / "gpu_check.json").read_text())
+    assert data["failures"] == []
+    titles = [table["title"] for table in data["tables"]]
+    assert titles == [
+        "Kernels against NumPy in float64",
+        "Graph replay against eager launches",
+        "Tokens against the NumPy backend",
+    ]
+    rows: dict[str, Any] = {table["title"]: table["rows"] for table in data["tables"]}
+    assert all(compared > 50 and not differ for _, _, compared, differ, _ in rows[titles[2]])
+    assert any("times mean nothing" in line for line in data["skipped"])
+    assert "SIMT emulator" in (tmp_path / "gpu_check.md").read_text()
+    assert "0 failures" in capsys.readouterr().out
+
+
+@pytest.mark.simt
+@needs_emulator
+def test_a_wrong_kernel_fails_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(kit: Any) -> None:
+        raise AssertionError("3 instead of 4")
+
+    monkeypatch.setattr(correctness, "CHECKS", {"broken": broken})
+    report = Report(100, say=lambda line: None)
+    correctness.kernels(machine.emulator(), report, every=1)
+    assert report.failures == ["broken (half): 3 instead of 4", "broken (bf16): 3 instead of 4"]
+
+
+def test_without_a_gpu_it_says_in_one_sentence_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing() -> Any:
+        raise BackendError("No NVIDIA driver was found: install it")
+
+    monkeypatch.setattr(machine, "gpu", missing)
+    assert main.main([]) == 2
+    assert capsys.readouterr().err == "gpu_check: No NVIDIA driver was found: install it\n"
+
+
+class TestReport:
+    def test_sections_that_do_not_fit_are_skipped_and_said_so(self) -> None:
+        report = Report(10, say=lambda line: None)
+        with report.section("long", needs=60) as go:
+            assert not go
+        assert report.skipped == ["long: 60 s needed, 10 s left"]
+
+    def test_an_exception_is_a_failure_and_no_end(self) -> None:
+        report = Report(10, say=lambda line: None)
+        with report.section("bad"):
+            raise ValueError("no")
+        assert "ValueError: no" in report.failures[0]
+
+    def test_markdown_and_json(self, tmp_path: Path) -> None:
+        report = Report(10, say=lambda line: None)
+        report.facts["device"] = "a card"
+        report.table("Speeds", "kernel", "GB/s").rows.append(("copy", 1234.5678))
+        report.write(tmp_path)
+        text = (tmp_path / "gpu_check.md").read_text()
+        assert "- device: a card" in text
+        assert "| copy | 1,235 |" in text
+        assert json.loads((tmp_path / "gpu_check.json").read_text())["tables"][0]["rows"] == [["copy", 1234.5678]]
+
+
+class TestPaper:
+    def test_a_decode_step_moves_every_weight_once_and_the_cache_once(self) -> None:
+        program = paper.PaperProgram("llama-8b")
+        works = program.works(paper.Load([1] * 4, [1000] * 4))
+        linear = sum(work.bytes for work in works if work.name == "skinny_gemm")
+        assert program.spec.weight_bytes == pytest.approx(15.0e9, rel=0.01)
+        assert linear == pytest.approx(program.spec.weight_bytes, rel=0.01)
+        attention = sum(work.bytes for work in works if work.name == "decode_attention")
+        assert attention == pytest.approx(4 * 1000 * 32 * 8 * 128 * 4, rel=0.1)
+
+    def test_a_prompts_flops_are_two_a_weight_and_token_and_four_a_visible_pair(self) -> None:
+        program = paper.PaperProgram("llama-1b")
+        works = program.works(paper.Load([512], [512]))
+        assert sum(w.flops for w in works if w.name == "cuBLAS") == 512 * program.spec.flops_per_token
+        pairs = 512 * 513 // 2
+        assert sum(w.flops for w in works if w.name == "prefill_attention") == 16 * 4 * 32 * 64 * pairs
+
+    def test_a_window_bounds_what_attention_reads(self) -> None:
+        program = paper.PaperProgram("gemma3-270m")
+        near, far = (
+            sum(w.bytes for w in program.works(paper.Load([1], [c])) if w.name == "decode_attention")
+            for c in (1024, 8192)
+        )
+        assert far < 4 * near  # three layers of eighteen see everything
+
+
+def test_the_peer_is_given_our_shapes() -> None:
+    config = torch_peer.config_of("llama-8b")
+    assert (config["hidden_size"], config["num_key_value_heads"], config["head_dim"]) == (4096, 8, 128)
+    assert "model_type" not in config
