@@ -50,6 +50,11 @@ def cpu_name() -> str:
     return numba.config.CPU_NAME or llvm.get_host_cpu_name()
 
 
+def machine() -> str:
+    """The architecture that code is generated for: x86_64, aarch64, ..."""
+    return str(llvm.get_process_triple().split("-")[0])
+
+
 def cpu_has(feature: str) -> bool:
     """Whether code is generated for a CPU with this LLVM feature. NUMBA_CPU_FEATURES overrides what is detected."""
     chosen = numba.config.CPU_FEATURES

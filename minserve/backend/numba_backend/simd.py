@@ -22,7 +22,7 @@ from numba.core import cgutils
 from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
 from numba.extending import intrinsic, lower_builtin, models, register_model
 
-from minserve.backend.numba_backend.jit import cpu_has
+from minserve.backend.numba_backend.jit import cpu_has, machine
 
 I1, I8, I16, I32, I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
 F16, F32, F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
@@ -30,6 +30,7 @@ LANES = 16
 
 
 HAS_AVX512, HAS_BF16 = cpu_has("avx512f"), cpu_has("avx512bf16")
+HAS_F16 = cpu_has("f16c") or machine() != "x86_64"
 
 
 class BFloat(ir.Type):
@@ -130,10 +131,30 @@ def load_f32(b, p, i):
     return load(b, p, i, F32, f32x16.ir)
 
 
+def widen_f16(b, half, lanes):
+    """float16 bits (int16, scalar or vector) -> float32. Without an instruction LLVM calls a function we don't have."""
+    narrow, wide, single = I16, I32, F32
+    if lanes:
+        narrow, wide, single = (ir.VectorType(t, lanes) for t in (I16, I32, F32))
+    if HAS_F16:
+        return b.fpext(b.bitcast(half, ir.VectorType(F16, lanes) if lanes else F16), single)
+
+    def number(kind, value):
+        return ir.Constant(kind, [value] * lanes if lanes else value)
+
+    bits = b.zext(half, wide)
+    sign = b.shl(b.and_(bits, number(wide, 0x8000)), number(wide, 16))
+    magnitude = b.shl(b.and_(bits, number(wide, 0x7FFF)), number(wide, 13))
+    scaled = b.bitcast(b.fmul(b.bitcast(magnitude, single), number(single, 2.0**112)), wide)  # exact, subnormals too
+    special = b.icmp_unsigned(">=", magnitude, number(wide, 0x7C00 << 13))  # infinity, NaN
+    scaled = b.select(special, b.or_(magnitude, number(wide, 0x7F800000)), scaled)
+    return b.bitcast(b.or_(scaled, sign), single)
+
+
 @op(f32x16, i64t, i64t)
 def load_f16(b, p, i):
     """16 halves, widened."""
-    return b.fpext(load(b, p, i, F16, ir.VectorType(F16, 16)), f32x16.ir)
+    return widen_f16(b, load(b, p, i, I16, ir.VectorType(I16, 16)), 16)
 
 
 @op(f32x16, i64t, i64t)
@@ -223,7 +244,7 @@ def f64(b, p, i):
 
 @op(f32t, i64t, i64t)
 def f16(b, p, i):
-    return b.fpext(load(b, p, i, F16), F32)
+    return widen_f16(b, load(b, p, i, I16), 0)
 
 
 @op(f32t, i64t, i64t)
