@@ -133,9 +133,9 @@ def load_f32(b, p, i):
 
 def widen_f16(b, half, lanes):
     """float16 bits (int16, scalar or vector) -> float32. Without an instruction LLVM calls a function we don't have."""
-    narrow, wide, single = I16, I32, F32
+    wide, single = I32, F32
     if lanes:
-        narrow, wide, single = (ir.VectorType(t, lanes) for t in (I16, I32, F32))
+        wide, single = (ir.VectorType(t, lanes) for t in (I32, F32))
     if HAS_F16:
         return b.fpext(b.bitcast(half, ir.VectorType(F16, lanes) if lanes else F16), single)
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from minserve.backend.numba_backend import NumbaBackend, store
+from minserve.backend.numba_backend.packing import VERSION
 from minserve.backend.numba_backend.store import PackedStore, prune, read, write
 from minserve.backend.tensor import HostTensor
 
@@ -84,12 +85,12 @@ def test_an_entry_of_another_size_is_packed_anew() -> None:
 def test_the_least_recently_used_files_go_and_those_of_other_versions(tmp_path: Path) -> None:
 
     for i in range(6):
-        path = tmp_path / f"m{i}-{store.VERSION}.bin"
+        path = tmp_path / f"m{i}-{VERSION}.bin"
         path.write_bytes(b"")
         os.utime(path, (1000 + i, 1000 + i))
     (tmp_path / "m0-0.bin").write_bytes(b"")
     prune(tmp_path)
-    assert sorted(p.name for p in tmp_path.iterdir()) == [f"m{i}-{store.VERSION}.bin" for i in range(2, 6)]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f"m{i}-{VERSION}.bin" for i in range(2, 6)]
 
 
 def test_a_second_start_takes_the_packed_weights_without_reading_the_tensors() -> None:

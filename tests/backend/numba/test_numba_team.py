@@ -9,6 +9,8 @@ import threading
 import time
 from pathlib import Path
 
+import llvmlite
+import numba
 import numpy as np
 import pytest
 
@@ -63,7 +65,13 @@ def test_a_step_lets_other_threads_run() -> None:
     program = build(threads=1)
     batch = make_batch([Part(0, list(range(64)), range(4))])
     done = threading.Event()
-    thread = threading.Thread(target=lambda: (([program.logits(batch) for _ in range(200)]), done.set()))
+
+    def work() -> None:
+        for _ in range(200):
+            program.logits(batch)
+        done.set()
+
+    thread = threading.Thread(target=work)
     thread.start()
     turns = 0
     while not done.is_set():
@@ -202,10 +210,10 @@ print(numba.config.CACHE_DIR)
 
 def test_the_cache_is_named_after_sources_versions_and_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     names = [jit.fingerprint.__wrapped__()]
-    monkeypatch.setattr(jit.numba.config, "CPU_NAME", "other")
+    monkeypatch.setattr(numba.config, "CPU_NAME", "other")
     names.append(jit.fingerprint.__wrapped__())
-    monkeypatch.setattr(jit.numba.config, "CPU_FEATURES", "+sse2")
+    monkeypatch.setattr(numba.config, "CPU_FEATURES", "+sse2")
     names.append(jit.fingerprint.__wrapped__())
-    monkeypatch.setattr(jit.llvmlite, "__version__", "0.0")
+    monkeypatch.setattr(llvmlite, "__version__", "0.0")
     names.append(jit.fingerprint.__wrapped__())
     assert len(set(names)) == 4
