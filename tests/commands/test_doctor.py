@@ -26,7 +26,7 @@ async def test_a_server_that_does_nothing_is_well(invoke: Invoke) -> None:
 
 
 async def test_a_problem_is_said_and_is_the_exit_status(invoke: Invoke) -> None:
-    slow = step(ttfts=((Pool.INTERACTIVE, 0.02),), gaps=((Pool.INTERACTIVE, 0.5),))
+    slow = step(ttfts=((Pool.INTERACTIVE, 0.02),) * 10, gaps=((Pool.INTERACTIVE, 0.5),) * 10)
     async with serving() as server:
         server.services.telemetry.numbers.observe(slow)
         result = await asyncio.to_thread(invoke, "doctor", "--url", server.url)
