@@ -33,7 +33,7 @@ class Device:
     def __init__(self, kit: Kit, vocab: int, seats: int = 4) -> None:
         limits = StepLimits(max_tokens=64, max_requests=seats, max_rows=64, max_model_len=64, num_blocks=4)
         kernels = Kernels(kit.cp)
-        self._kit, self._staging = kit, Staging(kit.cp, limits, 16)
+        self._kit, self._vocab, self._staging = kit, vocab, Staging(kit.cp, limits, 16)
         self._sampler = Sampler(kit.cp, kernels, limits, vocab)
         kernels.compile()
 
@@ -43,6 +43,11 @@ class Device:
         step = self._staging.upload(batch, shape, adjusted, self._kit.cp.cuda.get_current_stream())
         self._sampler.reset(resets)
         return self._sampler.draw(self._kit.array(logits, "float"), batch, step, adjusted)
+
+    def counts(self, seat: int) -> npt.NDArray[np.uint16]:
+        """[V]: bit 15 = in the prompt, the rest = how often in the output."""
+        counts: npt.NDArray[np.uint16] = self._kit.cp.asnumpy(self._sampler._counts[seat])[: self._vocab]
+        return counts
 
 
 def batch_of(rows: int, sampling: SamplingArrays) -> Batch:
@@ -161,16 +166,25 @@ def penalties(kit: Kit, vocab: int) -> None:
         reset = SeatReset(seat, prompt, np.concatenate([output, output[: seat * 2]]))
         seats.reset(reset)
         device.draw(np.zeros((0, vocab), np.float32), make_sampling(0), (reset,))
+        same_counts(device, seats, seat)
     knobs = [(0.5, 0.25, 1.3), (0, 0, 1), (-1.5, 0.7, 1), (0, 0, 0.6)]
     sampling = make_sampling(4, penalties=knobs, seats=[0, 2, 3, -1])
     for step in range(6):
         logits = rows_of(vocab, 4, seed=step)
         got, want = device.draw(logits, sampling), sample(logits, sampling, seats)
         assert got.tokens.tolist() == want.tokens.tolist(), f"step {step}: {got.tokens} instead of {want.tokens}"
+        for seat in (0, 2, 3):
+            same_counts(device, seats, seat)
     reset = SeatReset(3, np.array([1], np.int32), np.array([], np.int32))  # a new owner forgets the old one's tokens
     seats.reset(reset)
     logits = rows_of(vocab, 4, seed=9)
     assert device.draw(logits, sampling, (reset,)).tokens.tolist() == sample(logits, sampling, seats).tokens.tolist()
+
+
+def same_counts(device: Device, seats: Seats, seat: int) -> None:
+    counts = device.counts(seat)
+    assert ((counts & 0x8000 != 0) == seats._counts[seat].seen).all()
+    assert (counts & 0x7FFF == seats._counts[seat].made).all()
 
 
 def logprobs(kit: Kit, vocab: int, ties: bool) -> None:

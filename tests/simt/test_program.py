@@ -387,6 +387,9 @@ class TestBackend:
         spec = ModelSpec("odd", 8, 8, (KVSpec(1, 24),), 0, 0, 0)
         with pytest.raises(BackendError, match="heads of 24 numbers"):
             backend.build(lambda ops, batch, kv: None, spec, LIMITS)
+        machine, buffer = backend.machine(LIMITS), ops.Buffer("half", 16 * 19, False)
+        with pytest.raises(BackendError, match="17 query heads on 1 key heads: a GPU takes at most 16"):
+            ops.Attention(machine, buffer, buffer, Heads(17, 1, 16, 1.0), None, None)
         with pytest.raises(BackendError, match="odd: 36 columns; the CUDA kernels need a multiple of 8"):
             backend.prepare_linear([HostTensor.from_array("odd", normal(0, 4, 36))])
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from minserve.backend.base import Heads
+from minserve.backend.base import BackendError, Heads
 from minserve.backend.cuda_backend.blas import Blas, Output
 from minserve.backend.cuda_backend.kernels import Kernels
 from minserve.backend.cuda_backend.step import Step
@@ -26,6 +26,7 @@ Instruction = Callable[[Step], None]
 SKINNY_ROWS = {"Dense": 8, "Int8": 16, "Int4": 16, "Int4Min": 16}
 SLAB_BYTES = 16 << 20  # dequantized weights at a time: cuBLAS then finds them in the L2 cache
 NO_WINDOW = 1 << 30
+MAX_GROUP = 16  # query heads on one key head: the rows of decode_attention.cu's mma tile
 DECODE_TOKENS = 64  # tokens that a block of decode_attention.cu takes in at once; 32 for large heads
 ACTIVATIONS = {None: "kNone", "silu": "kSilu", "gelu": "kGelu"}
 i32, f32 = np.int32, np.float32
@@ -264,6 +265,8 @@ class Attention:
 
     def __init__(self, m: Machine, out: Buffer, q: Buffer, heads: Heads, cache: Any, parts: Any) -> None:
         """parts: float32 scratch, see part_words."""
+        if heads.q // heads.kv > MAX_GROUP:
+            raise BackendError(f"{heads.q} query heads on {heads.kv} key heads: a GPU takes at most {MAX_GROUP} on one")
         self._m, self._out, self._q, self._heads, self._cache, self._parts = m, out, q, heads, cache, parts
         softcap = heads.softcap is not None
         self._decode_threads, self._decode_shared = decode_launch(heads.dim)
