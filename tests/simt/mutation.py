@@ -172,17 +172,19 @@ def judge(mutant: Mutant) -> str | None:
 
 
 def main(arguments: Sequence[str], say: Callable[[str], None] = print) -> int:
-    """Arguments: files (default: all), --list to only show the mutants, --jobs=N (default 2)."""
-    jobs = next((int(a.removeprefix("--jobs=")) for a in arguments if a.startswith("--jobs=")), 2)
+    """Arguments: files (default: all), --list to only show the mutants, --jobs=2, --every=1 (of how many, one)."""
+    numbers = {"jobs": 2, "every": 1}
+    for name in numbers:
+        numbers[name] = next((int(a.split("=")[1]) for a in arguments if a.startswith(f"--{name}=")), numbers[name])
     files = [a for a in arguments if not a.startswith("--")] or sorted(RELEVANT)
-    found = [m for file in files for m in mutants(file, (FOLDER / file).read_text())]
+    found = [m for file in files for m in mutants(file, (FOLDER / file).read_text())][:: numbers["every"]]
     if "--list" in arguments:
         for m in found:
             say(f"{m.file}:{m.line}: {m.kind}: {m.old} -> {m.new}    in    {m.text}")
         say(f"{len(found)} mutants")
         return 0
     began, killed, unexplained = time.time(), 0, 0
-    with ThreadPoolExecutor(jobs) as pool:
+    with ThreadPoolExecutor(numbers["jobs"]) as pool:
         for m, verdict in zip(found, pool.map(judge, found), strict=True):
             place = f"{m.file}:{m.line}: {m.kind}: {m.old} -> {m.new}"
             if verdict is not None:
