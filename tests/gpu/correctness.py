@@ -17,7 +17,7 @@ from minserve.request import Pool, SamplingParams, Submission, TokenEvent
 from minserve.runner import Runner
 from minserve.scheduler import Scheduler
 from minserve.weights.dummy import load_dummy
-from tests.gpu.machine import TestMachine
+from tests.gpu.machine import Target
 from tests.gpu.report import Report
 from tests.helpers import Part, make_batch
 from tests.simt import checks_attention, checks_linear, checks_rows, checks_sampling
@@ -38,7 +38,7 @@ LIMITS = Limits(
 STEP_LIMITS = StepLimits(max_tokens=48, max_requests=4, max_rows=24, max_model_len=128, num_blocks=10)
 
 
-def kernels(machine: TestMachine, report: Report, every: int) -> None:
+def kernels(machine: Target, report: Report, every: int) -> None:
     """Every `every`-th check, in both types, against float64."""
     table = report.table("Kernels against NumPy in float64", "type", "checks", "failed")
     for compute in ("half", "bf16"):
@@ -60,7 +60,7 @@ def program(backend: Backend, model: str) -> Program:
     return backend.build(loaded.forward, loaded.spec, STEP_LIMITS)
 
 
-def graphs(machine: TestMachine, report: Report) -> None:
+def graphs(machine: Target, report: Report) -> None:
     """A replayed step against the same step launch by launch."""
     replayed, eager = (program(machine.backend("half", graphs=on), "dummy:llama-tiny:F16") for on in (True, False))
     worst = 0.0
@@ -119,7 +119,7 @@ def generate(running: Program, spec: Any) -> tuple[dict[str, list[int]], dict[st
     return tokens, sure, preempted
 
 
-def tokens(machine: TestMachine, report: Report, models: Sequence[tuple[str, str]]) -> None:
+def tokens(machine: Target, report: Report, models: Sequence[tuple[str, str]]) -> None:
     """(model, compute type): the tokens of the scheduler on the GPU and on NumPy."""
     table = report.table("Tokens against the NumPy backend", "model", "type", "compared", "differ", "preempted")
     for model, compute in models:
@@ -149,7 +149,7 @@ def models(simulated: bool) -> list[tuple[str, str]]:
     )
 
 
-def run(machine: TestMachine, report: Report) -> None:
+def run(machine: Target, report: Report) -> None:
     with report.section("kernels against NumPy") as go:
         if go:
             kernels(machine, report, every=12 if machine.simulated else 1)

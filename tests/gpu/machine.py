@@ -38,7 +38,7 @@ class Bundled:
 
 
 @dataclass(frozen=True)
-class TestMachine:
+class Target:
     """cp: CuPy or its stand-in. blas: cuBLAS as a ctypes library, or its stand-in."""
 
     cp: Any
@@ -52,18 +52,18 @@ class TestMachine:
         return CudaBackend(self.cp, self.blas, compute=compute, graphs=graphs)
 
 
-def gpu() -> TestMachine:
+def gpu() -> Target:
     """BackendError with one sentence if there is none."""
     cp = import_cupy()
     check_device(cp)
-    return TestMachine(Bundled(cp), load_library(), simulated=False)
+    return Target(Bundled(cp), load_library(), simulated=False)
 
 
-def emulator() -> TestMachine:
+def emulator() -> Target:
     from tests.simt import emulator, fakecupy
     from tests.simt.fakeblas import FakeBlas
 
     reason = emulator.missing()
     if reason:
         raise RuntimeError(reason)
-    return TestMachine(Bundled(fakecupy), FakeBlas(), simulated=True)
+    return Target(Bundled(fakecupy), FakeBlas(), simulated=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from minserve.backend.base import BackendError, Peaks
 from tests.gpu import correctness, machine, model_speed, speed
-from tests.gpu.machine import TestMachine
+from tests.gpu.machine import Target
 from tests.gpu.report import Report
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +23,7 @@ PEER = {"llama-1b": (1, 64), "llama-8b": (1, 64)}  # batches that the peer is as
 PEER_SECONDS = 75  # for a preset: mostly compilation
 
 
-def facts(target: TestMachine, report: Report) -> None:
+def facts(target: Target, report: Report) -> None:
     report.facts["machine"] = f"{platform.node()}, {platform.machine()}, Python {platform.python_version()}"
     report.facts["device"] = target.backend("bf16").description
     if not target.simulated:
@@ -62,7 +62,7 @@ def peers(report: Report, reached: Mapping[str, Mapping[int, float]]) -> None:
                 table.rows.append((preset, batch, ours, theirs, ours / theirs if ours else None))
 
 
-def measure(target: TestMachine, report: Report) -> None:
+def measure(target: Target, report: Report) -> None:
     with report.section("peaks: a copy and a matrix product") as go:
         if not go:
             return
@@ -73,7 +73,7 @@ def measure(target: TestMachine, report: Report) -> None:
         peers(report, reached)
 
 
-def rehearse(target: TestMachine, report: Report) -> None:
+def rehearse(target: Target, report: Report) -> None:
     """Run what `measure` runs, at tiny shapes, and drop the numbers: times on the emulator mean nothing."""
     kept = len(report.tables)
     peaks = Peaks(1e12, 1e14)

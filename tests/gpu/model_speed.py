@@ -18,7 +18,7 @@ from minserve.backend.tensor import Encoding, HostTensor
 from minserve.batch import Batch
 from minserve.models import load
 from minserve.weights.dummy import PRESETS
-from tests.gpu.machine import TestMachine
+from tests.gpu.machine import Target
 from tests.gpu.paper import Load, PaperCheckpoint, PaperProgram, Work, sampling
 from tests.gpu.report import Report, Table
 from tests.gpu.speed import COMPUTE, Bench
@@ -37,7 +37,7 @@ class RandomBackend(CudaBackend):
         return self.bench.matrix("Dense", sum(t.rows for t in tensors), tensors[0].cols, pairs=pairs)
 
 
-def build(target: TestMachine, preset: str, batch: int, chunk: int, context: int) -> CudaProgram:
+def build(target: Target, preset: str, batch: int, chunk: int, context: int) -> CudaProgram:
     backend = RandomBackend(target.cp, target.blas, compute=COMPUTE)
     backend.bench = Bench(target)
     model = load(PaperCheckpoint(PRESETS[preset], Encoding.BF16), backend, context + 64)
@@ -66,7 +66,7 @@ def roofline(works: Sequence[Work], peaks: Peaks) -> float:
 
 
 def decode(
-    target: TestMachine, running: CudaProgram, paper: PaperProgram, batch: int, peaks: Peaks, table: Table, name: str
+    target: Target, running: CudaProgram, paper: PaperProgram, batch: int, peaks: Peaks, table: Table, name: str
 ) -> None:
     context = 40 if target.simulated else CONTEXT
     step, repeats = decode_batch(batch, context), 1 if target.simulated else 20
@@ -86,7 +86,7 @@ def decode(
 
 
 def prefill(
-    target: TestMachine, running: CudaProgram, paper: PaperProgram, tokens: int, peaks: Peaks, table: Table, name: str
+    target: Target, running: CudaProgram, paper: PaperProgram, tokens: int, peaks: Peaks, table: Table, name: str
 ) -> None:
     step = make_batch([Part(0, [i % 100 for i in range(tokens)], range(-(-tokens // 16)))])
     whole = best(lambda: running.run(step), 1 if target.simulated else 5)
@@ -94,7 +94,7 @@ def prefill(
     table.rows.append((name, tokens, tokens / whole, whole * 1e3, floor * 1e3, f"{floor / whole:.0%}"))
 
 
-def run(target: TestMachine, peaks: Peaks, report: Report, presets: Sequence[str], spare: float) -> dict[str, Any]:
+def run(target: Target, peaks: Peaks, report: Report, presets: Sequence[str], spare: float) -> dict[str, Any]:
     """Returns {preset: {batch: tokens/s}}, for the comparison with a peer."""
     batches = (1, 2) if target.simulated else (1, 8, 64, 256)
     chunks = (20,) if target.simulated else (512, 2048)

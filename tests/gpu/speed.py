@@ -20,7 +20,7 @@ from minserve.backend.cuda_backend.ops import Buffer, Machine
 from minserve.backend.cuda_backend.sampler import Sampler, adjusted_rows
 from minserve.backend.cuda_backend.step import Shape, Staging, Step
 from minserve.backend.cuda_backend.weights import BITS, Matrix, Rope, chunks
-from tests.gpu.machine import TestMachine
+from tests.gpu.machine import Target
 from tests.gpu.report import Report
 from tests.helpers import Part, make_batch, make_sampling
 
@@ -42,7 +42,7 @@ class Case:
 class Bench:
     """tiny: the emulator's shapes."""
 
-    def __init__(self, target: TestMachine) -> None:
+    def __init__(self, target: Target) -> None:
         self.cp, self.tiny = target.cp, target.simulated
         backend = target.backend(COMPUTE)
         self.m: Machine = backend.machine(StepLimits(8192, 256, 256, 131072, 1))
@@ -211,7 +211,7 @@ def row_by_row(b: Bench) -> Iterator[Case]:
         yield Case("rope_kv", f"{rows} rows", rows * h.cols * 4, 0, [launch(rotate, places)] * 8)
 
 
-def run(target: TestMachine, peaks: Peaks, report: Report, spare: float) -> None:
+def run(target: Target, peaks: Peaks, report: Report, spare: float) -> None:
     """spare: seconds to leave for what comes after."""
     table = report.table(
         "Kernels at the shapes of Llama-3.1-8B, bfloat16",

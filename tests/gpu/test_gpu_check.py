@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from minserve.backend.base import BackendError
+from minserve.backend.cuda_backend import availability
 from tests.gpu import correctness, machine, main, paper, torch_peer
 from tests.gpu.report import Report
 from tests.simt import emulator
@@ -113,3 +114,14 @@ def test_the_peer_is_given_our_shapes() -> None:
     config = torch_peer.config_of("llama-8b")
     assert (config["hidden_size"], config["num_key_value_heads"], config["head_dim"]) == (4096, 8, 128)
     assert "model_type" not in config
+
+
+NO_GPU = availability()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(NO_GPU is not None, reason=str(NO_GPU))
+def test_the_gpu_of_this_machine_computes_what_numpy_does() -> None:
+    report = Report(300, say=lambda line: None)
+    correctness.run(machine.gpu(), report)
+    assert report.failures == []
