@@ -41,7 +41,7 @@ async def run(
     progress: Callable[[int], None] = lambda _: None,
 ) -> tuple[dict[str, Any], list[Trace]]:
     """Send every prompt once; the summary and the raw traces."""
-    connector = aiohttp.TCPConnector(limit=0)
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
     timeout = aiohttp.ClientTimeout(total=plan.timeout)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=1 << 20) as session:
         for i in range(plan.warmups):

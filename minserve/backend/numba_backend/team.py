@@ -29,7 +29,7 @@ from minserve.backend.numba_backend.simd import I32, I64, call, i64, op, pointer
 from minserve.backend.numba_backend.tape import HEAD, WIDTH, Tape
 
 SPINS_BEFORE_YIELD = 100  # polls of a barrier before the core is offered to others: a shared machine must not stall
-SPINS_BEFORE_PARKING = 20000  # about 0.5 ms
+SPINS_BEFORE_PARKING = 200_000  # about 5 ms: longer than a busy server needs between two steps; a wake-up costs 2 ms
 LINE_WORDS = 16  # int64 words from one thread's flag to the next: no two share a cache line
 STEP, STOP, PARKED = 1, 2, 3  # lines of the board; line 0 is the barrier's counter, PARKED + t the flag of worker t
 
