@@ -97,6 +97,7 @@ PREFILL = {
     "odd blocks": Case(heads(4, 2, 32), [37], [130], block_size=5),
     "large blocks": Case(heads(4, 2, 32), [37], [130], block_size=64),
     "window": Case(heads(4, 2, 64, window=40), [150, 30], [150, 90]),
+    "window that ends a tile before a last row": Case(heads(4, 2, 64, window=31), [150], [150]),
     "window of one": Case(heads(2, 2, 64, window=1), [70], [70]),
     "softcap": Case(heads(4, 2, 64, softcap=3.0), [70], [70]),
     "window and softcap, D=256": Case(heads(4, 1, 256, window=33, softcap=2.0), [40], [75]),
