@@ -87,6 +87,3 @@ def never_fits(prompt_tokens: int, limits: Limits, max_model_len: int | None = N
     return None
 
 
-def clamp_output(prompt_tokens: int, max_tokens: int, max_model_len: int) -> int:
-    """The output that fits behind the prompt: too large a wish is cut, not refused."""
-    return max(0, min(max_tokens, max_model_len - prompt_tokens))

@@ -95,10 +95,6 @@ def unexpected(error: Exception) -> RequestError:
     return RequestError(f"The server failed ({type(error).__name__}).", status=500, code="internal_error")
 
 
-def unauthorized(message: str, code: str = "invalid_api_key") -> RequestError:
-    return RequestError(message, status=401, code=code, kind=_KINDS[401])
-
-
 def forbidden(message: str, code: str) -> RequestError:
     return RequestError(message, status=403, code=code, kind=_KINDS[403])
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from minserve.policy.admission import MAX_RETRY, MIN_RETRY, Accept, Load, Reject, admit, clamp_output
+from minserve.policy.admission import MAX_RETRY, MIN_RETRY, Accept, Load, Reject, admit
 from minserve.policy.limits import Limits
 from minserve.request import SamplingParams, Submission
 from tests.policy.plans import make_limits
@@ -65,8 +65,3 @@ def test_what_can_never_run_is_told_so_even_when_the_queue_is_full() -> None:
     verdict = admit(submission(10**4), blocks(50), Load(4, 4))
     assert isinstance(verdict, Reject)
     assert verdict.status == 400
-
-
-@pytest.mark.parametrize(("wanted", "left"), [(10, 10), (92, 92), (93, 92), (2**63, 92), (0, 0)])
-def test_output_is_cut_to_what_the_context_leaves(wanted: int, left: int) -> None:
-    assert clamp_output(8, wanted, 100) == left

@@ -200,3 +200,8 @@ def test_prompt_ids_outside_the_vocabulary_are_refused(bad: list[int]) -> None:
     with pytest.raises(RequestError) as caught:
         check_token_ids("prompt", bad, VOCAB)
     assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize(("wanted", "left"), [(10, 10), (92, 92), (93, 92), (2**63, 92), (0, 0)])
+def test_output_is_cut_to_what_the_context_leaves(wanted: int, left: int) -> None:
+    assert fit(SamplingParams(max_tokens=wanted), 8, 100, 0).max_tokens == left

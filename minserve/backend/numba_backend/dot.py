@@ -143,33 +143,6 @@ def bf16_tile(context, acc, w, x, i, stride):
 
 
 @intrinsic
-def fma_tile(context, acc, v, x, i, stride):
-    """acc[r] += v * x[i + r * stride], x float32."""
-
-    def generate(context, b, sig, args):
-        accs = _unpack(b, sig.args[0], args[0])
-        _, v, x, i, stride = args
-        for r, acc_r in enumerate(accs):
-            scalar = splat_value(b, load(b, x, _offset(b, i, stride, r), F32), 16)
-            accs[r] = call(b, "llvm.fma.v16f32", f32x16.ir, v, scalar, acc_r)
-        return context.make_tuple(b, sig.return_type, accs)
-
-    return acc(acc, f32x16, i64t, i64t, i64t), generate
-
-
-@intrinsic
-def tile_load(context, like, x, i, stride):
-    """A tuple of vectors x[i + r * stride : + 16], as long as the tuple `like`."""
-
-    def generate(context, b, sig, args):
-        _, x, i, stride = args
-        out = [load(b, x, _offset(b, i, stride, r), F32, f32x16.ir) for r in range(sig.return_type.count)]
-        return context.make_tuple(b, sig.return_type, out)
-
-    return like(like, i64t, i64t, i64t), generate
-
-
-@intrinsic
 def tile_store(context, tile, x, i, stride):
     def generate(context, b, sig, args):
         tile, x, i, stride = args

@@ -157,23 +157,10 @@ def load_f16(b, p, i):
     return widen_f16(b, load(b, p, i, I16, ir.VectorType(I16, 16)), 16)
 
 
-@op(f32x16, i64t, i64t)
-def load_bf16(b, p, i):
-    """16 bfloat16, widened: a shift."""
-    wide = b.zext(load(b, p, i, I16, ir.VectorType(I16, 16)), i32x16.ir)
-    return b.bitcast(b.shl(wide, constant(I32, 16, 16)), f32x16.ir)
-
-
 @op(u8x64, i64t, i64t)
 def load_u8(b, p, i):
     """64 bytes."""
     return load(b, p, i, I8, u8x64.ir)
-
-
-@op(i32x16, i64t, i64t)
-def load_i32(b, p, i):
-    """16 int32."""
-    return load(b, p, i, I32, i32x16.ir)
 
 
 @op(f32x16, i64t, i64t)
@@ -186,18 +173,6 @@ def load_bytes(b, p, i):
 def load_signed(b, p, i):
     """16 signed bytes as floats."""
     return b.sitofp(load(b, p, i, I8, ir.VectorType(I8, 16)), f32x16.ir)
-
-
-@op(f32x16, i64t, i64t)
-def bcast(b, p, i):
-    """One float in all lanes."""
-    return splat_value(b, load(b, p, i, F32), 16)
-
-
-@op(i32x16, i64t, i64t)
-def bcast_i32(b, p, i):
-    """One int32 in all lanes."""
-    return splat_value(b, load(b, p, i, I32), 16)
 
 
 @op(types.void, i64t, i64t, f32x16)
@@ -311,12 +286,6 @@ def prefetch_l2(b, p):
     call(b, "llvm.prefetch.p0", ir.VoidType(), *args)
 
 
-@op(types.void, i64t, i64t, i64t)
-def copy_bytes(b, target, source, n):
-    args = (b.inttoptr(target, I8.as_pointer()), b.inttoptr(source, I8.as_pointer()), n, ir.Constant(I1, 0))
-    call(b, "llvm.memcpy.p0.p0.i64", ir.VoidType(), *args)
-
-
 @op(types.void, i64t, i64t)
 def zero_bytes(b, target, n):
     args = (b.inttoptr(target, I8.as_pointer()), ir.Constant(I8, 0), n, ir.Constant(I1, 0))
@@ -329,11 +298,6 @@ def zero_bytes(b, target, n):
 @op(f32x16, f32t)
 def splat(b, x):
     return splat_value(b, x, 16)
-
-
-@op(i32x16)
-def zero_i32(b):
-    return constant(I32, 16, 0)
 
 
 @op(f32x16, f32x16, f32x16, f32x16)
@@ -407,17 +371,6 @@ def hsum(b, x):
 @op(f32t, f32x16)
 def hmax(b, x):
     return _fold(b, x, lambda low, high: b.select(b.fcmp_ordered(">", low, high), low, high))
-
-
-@op(f32x16, i32x16)
-def to_f32(b, x):
-    return b.sitofp(x, f32x16.ir)
-
-
-@op(i32x16, f32x16)
-def to_i32(b, x):
-    """Round to nearest."""
-    return b.fptosi(call(b, "llvm.rint.v16f32", f32x16.ir, x), i32x16.ir)
 
 
 @op(f32x16, f32x16, f32x16)
