@@ -85,5 +85,3 @@ def never_fits(prompt_tokens: int, limits: Limits, max_model_len: int | None = N
             f"{prompt_tokens} tokens and needs room for at least one more. Please reduce the length of the prompt.",
         )
     return None
-
-
