@@ -5,11 +5,9 @@ from __future__ import annotations
 import io
 import json
 import logging
-from collections.abc import Iterator
 
 import msgspec
 import pytest
-import structlog
 
 from minserve.economics.rows import Row
 from minserve.observe.log import log_request, request_line, setup
@@ -31,15 +29,10 @@ ROW = Row(
 
 
 @pytest.fixture
-def lines() -> Iterator[io.StringIO]:
-    root = logging.getLogger()
-    before, level = root.handlers[:], root.level
+def lines() -> io.StringIO:
     out = io.StringIO()
     setup("json", "info", out)
-    yield out
-    root.handlers[:] = before
-    root.setLevel(level)
-    structlog.reset_defaults()
+    return out
 
 
 def test_a_call_is_one_line_with_the_names_others_use(lines: io.StringIO) -> None:

@@ -1,0 +1,22 @@
+"""What holds for every test: logging is set up for the whole process, so it is put back after each."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import structlog
+
+
+@pytest.fixture(autouse=True)
+def restored_logging() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    # Only what `observe.log.setup` adds: pytest puts its own handlers in place and takes them away by itself.
+    for handler in root.handlers[:]:
+        if handler not in handlers and isinstance(handler.formatter, structlog.stdlib.ProcessorFormatter):
+            root.removeHandler(handler)
+    root.setLevel(level)
+    structlog.reset_defaults()
