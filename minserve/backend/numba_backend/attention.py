@@ -49,6 +49,9 @@ from minserve.backend.numba_backend.simd import (
 )
 
 
+TASK_COST = 2  # of a task beside its keys, in blocks of keys
+
+
 @merged
 def load_queries(row, i, dim, scale, q, r, n_rows, scratch):
     """Query row r, scaled, as bfloat16 pairs: q [dim/2][rows][2]."""
@@ -235,41 +238,54 @@ def attend(shape, task, following, p, tid):
 
 
 @helper
-def advance(batch, window, kv_heads, r, i, by):
-    """The task that stands `by` places after task i of request r: (request, task), the number of requests at the end.
+def decode_cost(batch, r, window):
+    """What one kv head of request r costs if it has one token in this step, else 0: blocks of keys, and TASK_COST for
+    each chunk."""
+    starts, positions = i64(batch, STARTS), i64(batch, POSITIONS)
+    t = i32(starts, r)
+    if i32(starts, r + 1) - t != 1:
+        return 0
+    position = i32(positions, t)
+    count = partial_count(batch, r, position, window)
+    return position // BLOCK + 1 - first_chunk(position, window) * CHUNK + count * TASK_COST
 
-    A request with one token has a task per kv head and chunk of keys.
-    """
-    requests, starts, positions = i64(i64(batch, HEADER), REQUESTS), i64(batch, STARTS), i64(batch, POSITIONS)
-    while r < requests:
-        t = i32(starts, r)
-        if i32(starts, r + 1) - t == 1:
-            tasks = kv_heads * partial_count(batch, r, i32(positions, t), window)
-            if i + by < tasks:
-                return r, i + by
-            by -= tasks - i
-        r, i = r + 1, 0
-    return r, 0
+
+@helper
+def next_decode(batch, requests, r, window):
+    """The first request from r on with one token, or `requests`."""
+    while r < requests and decode_cost(batch, r, window) == 0:
+        r += 1
+    return r
 
 
 @merged
 def attend_ones(tid, threads, p, shape):
-    """Requests with one token in this step, split by chunks of keys. Tasks are dealt round robin."""
+    """Requests with one token in this step: a task per kv head and chunk of keys. Each thread does those that begin in
+    its part of the whole cost. (Dealt in turn, the long chunks of two would all fall to one of two threads.)"""
     kv_heads, batch, window, n_rows = i64(p, 5), i64(p, 9), i64(p, 17), i64(p, 18)
     requests, starts, positions = i64(i64(batch, HEADER), REQUESTS), i64(batch, STARTS), i64(batch, POSITIONS)
-    r, i = advance(batch, window, kv_heads, 0, 0, tid)
-    while r < requests:
-        position = i32(positions, i32(starts, r))
-        count, c0 = partial_count(batch, r, position, window), first_chunk(position, window)
-        c, part = c0 + i % count, i % count if count > 1 else -1
-        next_r, next_i = advance(batch, window, kv_heads, r, i, threads)
-        following = -1, 0, 0
-        if next_r < requests:
-            position = i32(positions, i32(starts, next_r))
-            next_count, next_c = partial_count(batch, next_r, position, window), first_chunk(position, window)
-            following = next_r, next_i // next_count, next_c + next_i % next_count
-        attend(shape, (r, i32(starts, r), 1, i // count, c, c + 1, part, n_rows), following, p, tid)
-        r, i = next_r, next_i
+    total = 0
+    for r in range(requests):
+        total += decode_cost(batch, r, window) * kv_heads
+    begin, end = total * tid // threads, total * (tid + 1) // threads
+    at, r = 0, next_decode(batch, requests, 0, window)
+    while r < requests and at < end:
+        cost, follower = decode_cost(batch, r, window), next_decode(batch, requests, r + 1, window)
+        if at + cost * kv_heads > begin:
+            position = i32(positions, i32(starts, r))
+            count, c0 = partial_count(batch, r, position, window), first_chunk(position, window)
+            for i in range(count * kv_heads):
+                task = at + i // count * cost + i % count * (CHUNK + TASK_COST)
+                if begin <= task < end:
+                    following = -1, 0, 0
+                    if i + 1 < count * kv_heads:
+                        following = r, (i + 1) // count, c0 + (i + 1) % count
+                    elif follower < requests:
+                        following = follower, 0, first_chunk(i32(positions, i32(starts, follower)), window)
+                    c, part = c0 + i % count, i % count if count > 1 else -1
+                    attend(shape, (r, i32(starts, r), 1, i // count, c, c + 1, part, n_rows), following, p, tid)
+        at += cost * kv_heads
+        r = follower
 
 
 @merged

@@ -18,7 +18,7 @@ from minserve.backend.base import BackendError, Forward, KVSpec, ModelSpec, Peak
 from minserve.backend.memory import available_memory
 from minserve.backend.numba_backend import dot, jit
 from minserve.backend.numba_backend.arena import Arena, Bytes, aligned
-from minserve.backend.numba_backend.layout import BLOCK, INT8_PLANE, INT16_PLANES, width
+from minserve.backend.numba_backend.layout import AS_INT8, AS_INT12, BLOCK, width
 from minserve.backend.numba_backend.packing import (
     BF16,
     FLOATS,
@@ -81,7 +81,7 @@ class NumbaBackend:
         progress: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.threads = threads or usable_cores()
-        self._planes = INT16_PLANES if activations == "accurate" else INT8_PLANE
+        self._accurate = activations == "accurate"
         self._floats = {"none": BF16, "q8": Q8_0, "q4": Q4_1}[quantize]
         self._progress = progress
         self._arena = Arena()
@@ -92,7 +92,7 @@ class NumbaBackend:
     @property
     def description(self) -> str:
         path = "AVX-512 VNNI" if dot.HAS_VNNI else "AVX2" if dot.HAS_AVX2 else "portable vectors"
-        bits = 16 if self._planes == INT16_PLANES else 8
+        bits = "12- to 16" if self._accurate else "8"
         cores = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
         return f"Numba {numba.__version__} on {jit.cpu_name()}, {cores}, {path}, {bits}-bit activations, bf16 KV cache"
 
@@ -103,12 +103,14 @@ class NumbaBackend:
         return available_memory()
 
     def peaks(self) -> Peaks:
-        """Measured once, in about 0.1 s. Operations are those of the encoding that most weights have; two planes of
-        activations take two for one."""
+        """Measured once, in about 0.1 s. Operations are those of the encoding that most weights have, at the
+        dot products that accurate activations take."""
         if self._peaks is None:
             bf16 = self._bf16_bytes > self._int_bytes
             rate = dot_rate(self.threads, bf16=bf16)
-            self._peaks = Peaks(bandwidth(self.threads), rate if bf16 else rate / self._planes)
+            self._peaks = Peaks(
+                bandwidth(self.threads), rate if bf16 or not self._accurate else rate * AS_INT8 / AS_INT12
+            )
         return self._peaks
 
     def _format(self, tensor: HostTensor) -> Format:
@@ -196,7 +198,7 @@ class NumbaBackend:
 
     def build(self, forward: Forward, spec: ModelSpec, limits: StepLimits) -> NumbaProgram:
         program = NumbaProgram(
-            forward, spec, limits, threads=self.threads, planes=self._planes, progress=self._progress
+            forward, spec, limits, threads=self.threads, accurate=self._accurate, progress=self._progress
         )
         self._store.save()
         return program

@@ -184,14 +184,15 @@ def zeros_like(context, shape):
 
 
 @intrinsic
-def tile_shift8(context, tile):
-    """Each lane times 256."""
+def tile_shift(context, tile, by):
+    """Each lane times 2^by."""
 
     def generate(context, b, sig, args):
-        out = [b.shl(v, constant(I32, 16, 8)) for v in _unpack(b, sig.args[0], args[0])]
+        by = splat_value(b, b.trunc(args[1], I32), 16)
+        out = [b.shl(v, by) for v in _unpack(b, sig.args[0], args[0])]
         return context.make_tuple(b, sig.return_type, out)
 
-    return tile(tile), generate
+    return tile(tile, i64t), generate
 
 
 def _bias(combine):

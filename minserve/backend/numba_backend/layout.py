@@ -6,8 +6,8 @@ KV cache     [layer][kv head][block] of 4 * BLOCK * D bytes, bfloat16: K [D/2][B
              V [BLOCK/2 token pairs][D][2 tokens]. Both orders make a 64-byte load feed 16 lanes of vdpbf16ps: tokens
              for the scores, dims for the sum of values. A head's blocks with consecutive ids are adjacent.
 Activations  as a linear layer reads them, in tiles of TILE tokens (the last one shorter, n tokens):
-             int8: q [K/32][n][32 * planes], then per group and token [K/32][n]: scale (float32), scale * sum of q
-             (float32), -sum of q, -sum of the first 16 q (int32). bfloat16: [K/2][n][2].
+             integers p: bytes q [K/32][n][mode] that stand for them, then per group and token [K/32][n]: scale
+             (float32), scale * sum of p (float32), -sum of p, -sum of the first 16 p (int32). bfloat16: [K/2][n][2].
 Float rows   [rows][width] float32, width a multiple of 64; columns beyond the logical ones hold zeros.
 """
 
@@ -26,7 +26,9 @@ T_ROWS, REQUESTS, S_ROWS = 0, 1, 2  # words of the step's header: tokens, reques
 # words of the batch block: addresses of int32 arrays that are refilled before each step, but for the last two
 TOKEN_IDS, POSITIONS, SLOTS, STARTS, LENGTHS, TABLES, LOGIT_ROWS, REQUEST_OF, TABLE_WIDTH, HEADER = range(10)
 
-BF16_PLANE, INT8_PLANE, INT16_PLANES = 0, 1, 2  # activation modes; the int8 ones count planes
+# Activation modes; those of integers say how many bytes stand for the 32 of a group:
+#   int8: p; int16: p = 256 p1 + p2; int12: three bytes for two integers, for weights of 4 bits only (see linear.py).
+AS_BF16, AS_INT8, AS_INT12, AS_INT16 = 0, 32, 48, 64
 
 
 def width(cols: int) -> int:
@@ -36,7 +38,7 @@ def width(cols: int) -> int:
 
 def activation_bytes(cols: int, mode: int) -> int:
     """Bytes per token of an activation block; cols a multiple of 64."""
-    return cols * 2 if mode == BF16_PLANE else cols // GROUP * (GROUP * mode + 16)
+    return cols * 2 if mode == AS_BF16 else cols // GROUP * (mode + 16)
 
 
 padded_width, row_bytes = inlined(width), inlined(activation_bytes)  # the same for jitted code

@@ -6,8 +6,13 @@ tokens x 16 rows) stay in the L1 cache. A token's result does not depend on whic
 
 Integers are exact: with weights w = scale * q + minimum and activations x = d * p,
     sum w x = scale * d * sum(q p) + minimum * (d * sum p)
-per group; signed formats keep q + offset and get -offset * sum(p) added to the integer sum. Two planes carry 16-bit
-activations, p = 256 p1 + p2: twice the dot products, no further arithmetic.
+per group; signed formats keep q + offset and get -offset * sum(p) added to the integer sum.
+
+A dot product multiplies bytes, and activations of 8 bits are not accurate enough. p = 256 p1 + p2 carries 16 bits for
+twice the dot products. Weights of 4 bits leave half of their byte unused, so three products do for two integers of
+almost 12 bits: a byte of the file holds two weights, w = low + 16 high, and is itself an operand. With a = 16 u + s and
+b = v + 16 s (quantize.store_shared finds these bytes),
+    low a + high b = 16 (low u) + high v + w s
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, name-defined"
@@ -23,14 +28,14 @@ from minserve.backend.numba_backend.dot import (
     high_nibbles,
     low_nibbles,
     tile_bias,
-    tile_shift8,
+    tile_shift,
     tile_store,
     tile_unbias,
     zeros_f32,
     zeros_i32,
 )
 from minserve.backend.numba_backend.jit import Kernel, inlined, variant
-from minserve.backend.numba_backend.layout import BF16_PLANE, GROUP, INT8_PLANE, INT16_PLANES, TILE, row_bytes
+from minserve.backend.numba_backend.layout import AS_BF16, AS_INT8, AS_INT12, AS_INT16, GROUP, TILE, row_bytes
 from minserve.backend.numba_backend.mathlib import F, activate, share
 from minserve.backend.numba_backend.quantize import quantize_group
 from minserve.backend.numba_backend.simd import (
@@ -44,14 +49,14 @@ from minserve.backend.numba_backend.simd import (
     store_f32,
 )
 
-# -- unpacking a group: 32 k x 16 rows as a tuple of 8 vectors of bytes
+# -- unpacking a group: 32 k x 16 rows as a tuple of 8 vectors of bytes, and for nibbles 4 more: the bytes as they are
 
 
 @inlined
 def nibbles(w):
     a, b, c, d = load_u8(w, 0), load_u8(w, 64), load_u8(w, 128), load_u8(w, 192)
     low = (low_nibbles(a), low_nibbles(b), low_nibbles(c), low_nibbles(d))
-    return low + (high_nibbles(a), high_nibbles(b), high_nibbles(c), high_nibbles(d))  # noqa: RUF005
+    return low + (high_nibbles(a), high_nibbles(b), high_nibbles(c), high_nibbles(d), a, b, c, d)  # noqa: RUF005
 
 
 @inlined
@@ -86,21 +91,28 @@ def whole_bytes(w):
 
 
 # -- one group of weights against n tokens, whose activations are q, d, s, p (see layout): acc[m] += ...
-#    dots, one of the next two, takes a tile of tokens through the group. Tiles interleave 8 tokens where there are as
+#    dots, one of the next three, takes a tile of tokens through the group. Tiles interleave 8 tokens where there are as
 #    many, so that their chains of dot products hide the instruction's latency.
 
 
 @inlined
 def int8_dots(zeros, w, q, m, first):
-    """Tokens m, m + 1, ... with one plane; first: byte of a token's q that w starts at."""
-    return dot_tile(zeros, w, q, m * 32 + first, 32)
+    """Tokens m, m + 1, ... with 8 bits; first: byte of a token's q that w starts at."""
+    return dot_tile(zeros, w[:8], q, m * AS_INT8 + first, AS_INT8)
+
+
+@inlined
+def int12_dots(zeros, w, q, m, first):
+    """The same with three bytes for two integers; w: nibbles."""
+    low = tile_shift(dot_tile(zeros, w[:4], q, m * AS_INT12, AS_INT12), 4)
+    return dot_tile(low, w[4:], q, m * AS_INT12 + 16, AS_INT12)
 
 
 @inlined
 def int16_dots(zeros, w, q, m, first):
-    """The same with two planes."""
-    high = tile_shift8(dot_tile(zeros, w, q, m * 64 + first, 64))
-    return dot_tile(high, w, q, m * 64 + first + 32, 64)
+    """The same with 16 bits."""
+    high = tile_shift(dot_tile(zeros, w[:8], q, m * AS_INT16 + first, AS_INT16), 8)
+    return dot_tile(high, w[:8], q, m * AS_INT16 + first + 32, AS_INT16)
 
 
 @inlined
@@ -145,9 +157,9 @@ def signed(t, p, less, m, shift):
 
 
 @inlined
-def parts(x, groups, planes, n):
+def parts(x, groups, mode, n):
     """Addresses of q, d, s, p and p of the half groups in a tile of activations."""
-    d = x + groups * n * GROUP * planes
+    d = x + groups * n * mode
     step = groups * n * 4
     return x, d, d + step, d + 2 * step, d + 3 * step
 
@@ -168,79 +180,79 @@ def k_group_at(w, g, vector_bytes):
 
 
 @inlined
-def block_q4_0(dots, planes, w, groups, n, x, acc):
-    q, d, _, p, _ = parts(x, groups, planes, n)
+def block_q4_0(dots, mode, w, groups, n, x, acc):
+    q, d, _, p, _ = parts(x, groups, mode, n)
     for g in range(groups):
         v, s = group_at(w, g, 256, 32)
         i = g * n
-        symmetric(dots, nibbles(v), load_f16(s, 0), 3, 0, n, q + i * 32 * planes, d + i * 4, p + i * 4, 0, acc)
+        symmetric(dots, nibbles(v), load_f16(s, 0), 3, 0, n, q + i * mode, d + i * 4, p + i * 4, 0, acc)
 
 
 @inlined
-def block_q4_1(dots, planes, w, groups, n, x, acc):
-    q, d, sums, _, _ = parts(x, groups, planes, n)
+def block_q4_1(dots, mode, w, groups, n, x, acc):
+    q, d, sums, _, _ = parts(x, groups, mode, n)
     for g in range(groups):
         v, s = group_at(w, g, 256, 64)
         scale, minimum, i = load_f16(s, 0), load_f16(s, 16), g * n
-        affine(dots, nibbles(v), scale, minimum, n, q + i * 32 * planes, d + i * 4, sums + i * 4, acc)
+        affine(dots, nibbles(v), scale, minimum, n, q + i * mode, d + i * 4, sums + i * 4, acc)
 
 
 @inlined
-def block_q5_0(dots, planes, w, groups, n, x, acc):
-    q, d, _, p, _ = parts(x, groups, planes, n)
+def block_q5_0(dots, mode, w, groups, n, x, acc):
+    q, d, _, p, _ = parts(x, groups, mode, n)
     for g in range(groups):
         v, s = group_at(w, g, 320, 32)
         i = g * n
-        symmetric(dots, five_bits(v), load_f16(s, 0), 4, 0, n, q + i * 32 * planes, d + i * 4, p + i * 4, 0, acc)
+        symmetric(dots, five_bits(v), load_f16(s, 0), 4, 0, n, q + i * mode, d + i * 4, p + i * 4, 0, acc)
 
 
 @inlined
-def block_q5_1(dots, planes, w, groups, n, x, acc):
-    q, d, sums, _, _ = parts(x, groups, planes, n)
+def block_q5_1(dots, mode, w, groups, n, x, acc):
+    q, d, sums, _, _ = parts(x, groups, mode, n)
     for g in range(groups):
         v, s = group_at(w, g, 320, 64)
         scale, minimum, i = load_f16(s, 0), load_f16(s, 16), g * n
-        affine(dots, five_bits(v), scale, minimum, n, q + i * 32 * planes, d + i * 4, sums + i * 4, acc)
+        affine(dots, five_bits(v), scale, minimum, n, q + i * mode, d + i * 4, sums + i * 4, acc)
 
 
 @inlined
-def block_q8_0(dots, planes, w, groups, n, x, acc):
-    q, d, _, p, _ = parts(x, groups, planes, n)
+def block_q8_0(dots, mode, w, groups, n, x, acc):
+    q, d, _, p, _ = parts(x, groups, mode, n)
     for g in range(groups):
         v, s = group_at(w, g, 512, 32)
         i = g * n
-        symmetric(dots, whole_bytes(v), load_f16(s, 0), 7, 0, n, q + i * 32 * planes, d + i * 4, p + i * 4, 0, acc)
+        symmetric(dots, whole_bytes(v), load_f16(s, 0), 7, 0, n, q + i * mode, d + i * 4, p + i * 4, 0, acc)
 
 
 @inlined
-def block_q4_k(dots, planes, w, groups, n, x, acc):
-    q, d, sums, _, _ = parts(x, groups, planes, n)
+def block_q4_k(dots, mode, w, groups, n, x, acc):
+    q, d, sums, _, _ = parts(x, groups, mode, n)
     for g in range(groups):
         v, s, f = k_group_at(w, g, 256)
         scale, minimum = load_bytes(s, 0) * load_f16(f, 0), load_bytes(s, 16) * load_f16(f, 16)
         i = g * n
-        affine(dots, nibbles(v), scale, minimum, n, q + i * 32 * planes, d + i * 4, sums + i * 4, acc)
+        affine(dots, nibbles(v), scale, minimum, n, q + i * mode, d + i * 4, sums + i * 4, acc)
 
 
 @inlined
-def block_q5_k(dots, planes, w, groups, n, x, acc):
-    q, d, sums, _, _ = parts(x, groups, planes, n)
+def block_q5_k(dots, mode, w, groups, n, x, acc):
+    q, d, sums, _, _ = parts(x, groups, mode, n)
     for g in range(groups):
         v, s, f = k_group_at(w, g, 320)
         scale, minimum = load_bytes(s, 0) * load_f16(f, 0), load_bytes(s, 16) * load_f16(f, 16)
         i = g * n
-        affine(dots, five_bits(v), scale, minimum, n, q + i * 32 * planes, d + i * 4, sums + i * 4, acc)
+        affine(dots, five_bits(v), scale, minimum, n, q + i * mode, d + i * 4, sums + i * 4, acc)
 
 
 @inlined
-def block_q6_k(dots, planes, w, groups, n, x, acc):
+def block_q6_k(dots, mode, w, groups, n, x, acc):
     """Groups of 16: two scales per 32 k, whose dot products stay apart."""
-    q, d, _, p, half = parts(x, groups, planes, n)
+    q, d, _, p, half = parts(x, groups, mode, n)
     for g in range(groups):
         w6, s, f = k_group_at(w, g, 384)
         v, factor = nibbles(w6), load_f16(f, 0)
         scale, i = load_signed(s, 0) * factor, g * n * 4
-        qg, dg = q + g * n * 32 * planes, d + i
+        qg, dg = q + g * n * mode, d + i
         w16 = six_bits(v[0], v[1], v[2], v[3], load_u8(w6, 256))
         symmetric(dots, w16, scale, 5, 0, n, qg, dg, half + i, 0, acc)
         scale, w16 = load_signed(s, 16) * factor, six_bits(v[4], v[5], v[6], v[7], load_u8(w6, 320))
@@ -248,7 +260,7 @@ def block_q6_k(dots, planes, w, groups, n, x, acc):
 
 
 @inlined
-def block_bf16(dots, planes, w, groups, n, x, acc):
+def block_bf16(dots, mode, w, groups, n, x, acc):
     """Tokens in tiles of 16, 8, 4, 2 and 1, whose sums stay in registers. x: [K/2][n][2] bfloat16."""
     m = 0
     while m + 16 <= n:
@@ -293,7 +305,8 @@ def linear(tid, threads, rows, p, block, dots):
     if rows == 1 and i64(p, 17):
         x = i64(p, 17) + tid * i64(p, 18)
     u0, u1 = share(units, tid, threads)
-    b0, b1 = u0 * unit, blocks if u1 == units else u1 * unit  # padding belongs to the last unit
+    b0 = blocks if u0 == units else u0 * unit
+    b1 = blocks if u1 == units else u1 * unit  # padding belongs to the last unit
     together = 1 if kind == 0 else (2 if out_mode == 0 else 4)
     for m0 in range(0, rows, TILE):
         n = min(TILE, rows - m0)
@@ -341,10 +354,10 @@ def finish_glu(kind, out, i, stride, n, acc, bias, b):
 
 
 @inlined
-def finish_quantized(kind, tile, cols, n, acc, bias, g, planes, halves):
+def finish_quantized(kind, tile, cols, n, acc, bias, g, mode, halves):
     for m in range(n):
         low, high = gated(kind, acc, m, bias, g * 64), gated(kind, acc + 2 * TILE * 64, m, bias, g * 64 + 32)
-        quantize_group(low, high, tile, n, m, g, cols // GROUP, planes, halves)
+        quantize_group(low, high, tile, n, m, g, cols // GROUP, mode, halves)
 
 
 FIELDS = (
@@ -367,11 +380,19 @@ _BLOCKS = {
     "q5_k": block_q5_k,
     "q6_k": block_q6_k,
 }
-_DOTS = {INT8_PLANE: ("int8", int8_dots), INT16_PLANES: ("int16", int16_dots)}
+_DOTS = {AS_INT8: ("int8", int8_dots), AS_INT12: ("int12", int12_dots), AS_INT16: ("int16", int16_dots)}
+
+
+def modes(form: str) -> tuple[int, int]:
+    """The fast and the accurate mode of activations for weights of a format."""
+    if form == "bf16":
+        return AS_BF16, AS_BF16
+    return AS_INT8, AS_INT12 if form.startswith("q4") else AS_INT16
+
 
 LINEAR: dict[tuple[str, int], Kernel] = {  # by format and mode of the activations
-    (form, mode): variant(_linear, FIELDS, f"linear_{form}_{name}", BLOCK_OF_ROWS=block, DOTS=dots)
+    (form, mode): variant(_linear, FIELDS, f"linear_{form}_{_DOTS[mode][0]}", BLOCK_OF_ROWS=block, DOTS=_DOTS[mode][1])
     for form, block in _BLOCKS.items()
-    for mode, (name, dots) in _DOTS.items()
+    for mode in modes(form)
 }
-LINEAR["bf16", BF16_PLANE] = variant(_linear, FIELDS, "linear_bf16", BLOCK_OF_ROWS=block_bf16, DOTS=int8_dots)
+LINEAR["bf16", AS_BF16] = variant(_linear, FIELDS, "linear_bf16", BLOCK_OF_ROWS=block_bf16, DOTS=int8_dots)

@@ -22,18 +22,15 @@ from minserve.backend.base import BackendError, Heads, StepLimits
 from minserve.backend.numba_backend import attention, embed, linear, quantize, rope, sampling
 from minserve.backend.numba_backend.jit import Kernel
 from minserve.backend.numba_backend.layout import (
-    BF16_PLANE,
     BLOCK,
     CHUNK,
-    INT8_PLANE,
-    INT16_PLANES,
     LOGIT_ROWS,
     T_ROWS,
     TILE,
     activation_bytes,
     width,
 )
-from minserve.backend.numba_backend.packing import BF16, Q6_K, ROWS, Format, Matrix, Segment
+from minserve.backend.numba_backend.packing import Q6_K, ROWS, Format, Matrix, Segment
 from minserve.backend.numba_backend.recorder import LayerCache, Value, require
 
 KINDS = {"silu": 1, "gelu": 2}
@@ -119,8 +116,10 @@ class Instruction:
 class Lowering:
     """Instructions, in order, for a list of recorded values. `out` is the buffer of the last one."""
 
-    def __init__(self, values: Sequence[Value], limits: StepLimits, batch: npt.NDArray[np.int64], planes: int) -> None:
-        self.limits, self.batch, self.planes = limits, batch, planes
+    def __init__(
+        self, values: Sequence[Value], limits: StepLimits, batch: npt.NDArray[np.int64], accurate: bool
+    ) -> None:
+        self.limits, self.batch, self.accurate = limits, batch, accurate
         self.result = values[-1]
         self.instructions: list[Instruction] = []
         self.buffers: dict[Value, Buffer] = {}
@@ -264,7 +263,7 @@ class Lowering:
         weight: Matrix = lin.attrs["weight"]
         (segment,) = weight.segments
         blocks, mode = segment.blocks // 2, self._only_mode(v)
-        if mode in (INT8_PLANE, INT16_PLANES):  # rounded for its only readers, linear layers of one mode, right away
+        if mode:  # integers: rounded for its only readers, linear layers of one mode, right away
             out = self.quantized[v, mode] = Buffer(activation_bytes(width(v.cols), mode) * self._count(v.rows))
             blocks //= 2
         else:
@@ -276,7 +275,8 @@ class Lowering:
         return self._matrix(lin.inputs[0], segment, v.rows, words, [write])
 
     def _mode(self, form: Format) -> int:
-        return BF16_PLANE if form is BF16 else self.planes
+        """What a linear layer with weights of this format reads."""
+        return linear.modes(form.name)[self.accurate]
 
     def _only_mode(self, v: Value) -> int | None:
         """The mode in which every reader of v wants it rounded, if they agree."""

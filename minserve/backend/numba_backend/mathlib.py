@@ -82,8 +82,9 @@ def rms_scale(x, i, padded, cols, eps):
 
 @inlined
 def share(n, tid, threads):
-    """This thread's part of 0..n."""
-    return n * tid // threads, n * (tid + 1) // threads
+    """This thread's part of 0..n. The first threads get what is left over: of heads, the last are the keys and values,
+    which are more work."""
+    return -(-n * tid // threads), -(-n * (tid + 1) // threads)
 
 
 @inlined

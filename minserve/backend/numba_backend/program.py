@@ -127,7 +127,7 @@ class NumbaProgram:
         limits: StepLimits,
         *,
         threads: int,
-        planes: int,
+        accurate: bool,
         progress: Callable[[str], None],
     ) -> None:
         self._spec, self._limits = spec, limits
@@ -137,7 +137,7 @@ class NumbaProgram:
         result = forward(Recorder(), None, self._cache)
         if not isinstance(result, Value) or result.rows != S_ROWS or result.cols != spec.vocab_size:
             raise BackendError("the forward pass must end in logits [S, vocab]")
-        lowering = Lowering(sink_takes(result), limits, self.buffers.words, planes)
+        lowering = Lowering(sink_takes(result), limits, self.buffers.words, accurate)
         self.sampling = SamplingBuffers(limits.max_rows)
         lowering.sample(spec.vocab_size, self.sampling.arrays)
         compile_kernels(lowering, progress)

@@ -1,4 +1,4 @@
-"""From float rows to what a linear layer reads: norm, gather, and rounding to int8 planes or bfloat16.
+"""From float rows to what a linear layer reads: norm, gather, and rounding to integers or bfloat16.
 
 The norm that precedes a linear layer and the merging of attention's partial sums are computed here, row by row, while
 the row is in the cache; so they cost no pass over memory of their own.
@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from minserve.backend.numba_backend.jit import helper, inlined, kernel
 from minserve.backend.numba_backend.layout import (
-    BF16_PLANE,
+    AS_BF16,
+    AS_INT12,
+    AS_INT16,
     BLOCK,
     CHUNK,
     GROUP,
-    INT16_PLANES,
     POSITIONS,
     REQUEST_OF,
     STARTS,
@@ -39,6 +40,7 @@ from minserve.backend.numba_backend.simd import (
     store_f32,
     store_i8,
     vabs,
+    vfloor,
     vmax,
     vmin,
     vround,
@@ -57,7 +59,7 @@ def tile_at(out, rows, m, cols, mode):
 def quantize_row(x, out, rows, m, cols, mode, halves):
     """Row m of `rows`, x [cols] (a multiple of 64; x may be overwritten) -> its place in the block at out."""
     tile, n, m = tile_at(out, rows, m, cols, mode)
-    if mode == BF16_PLANE:
+    if mode == AS_BF16:
         for k in range(0, cols, 16):  # in place: 16 floats become 16 halves in front of what is still to be read
             store_bf16(x, k, load_f32(x, k))
         for k in range(cols // 2):
@@ -68,34 +70,53 @@ def quantize_row(x, out, rows, m, cols, mode, halves):
 
 
 @inlined
-def quantize_group(a, b, tile, n, m, g, groups, planes, halves):
-    """32 activations -> group g of token m: x ~ d * p with p = q (one plane) or 256 q1 + q2 (two).
+def quantize_group(a, b, tile, n, m, g, groups, mode, halves):
+    """32 activations -> group g of token m: x ~ d * p with integers p, and the bytes q that stand for them.
 
     halves: whether the sum of the first 16 is wanted too (Q6_K has scales per 16).
     """
-    largest = hmax(vmax(vabs(a), vabs(b)))
-    inverse, scale = splat(F(127.0) / max(largest, F(1e-30))), largest * F(1 / 127.0)
-    a, b = a * inverse, b * inverse
-    ra, rb = vround(a), vround(b)
+    largest = max(hmax(vmax(vabs(a), vabs(b))), F(1e-30))
+    most = F(1904.0) if mode == AS_INT12 else F(127.0)
+    a, b = a * splat(most / largest), b * splat(most / largest)
+    pa, pb = vround(a), vround(b)
     at = g * n + m
-    q = tile + at * GROUP * planes
-    store_i8(q, 0, ra)
-    store_i8(q, 16, rb)
-    if planes == INT16_PLANES:
+    q = tile + at * mode
+    scale = largest / most
+    if mode == AS_INT12:
+        store_shared(q, pa, pb)
+    else:
+        store_i8(q, 0, pa)
+        store_i8(q, 16, pb)
+    if mode == AS_INT16:
         k = splat(F(256.0))  # the remainder is at most half a unit: 127 of 256 parts, so +-128 is clamped
-        sa, sb = vmin(vround((a - ra) * k), splat(F(127.0))), vmin(vround((b - rb) * k), splat(F(127.0)))
-        store_i8(q, 32, sa)
-        store_i8(q, 48, sb)
-        ra, rb = fma(ra, k, sa), fma(rb, k, sb)
+        ra, rb = vmin(vround((a - pa) * k), splat(F(127.0))), vmin(vround((b - pb) * k), splat(F(127.0)))
+        store_i8(q, 32, ra)
+        store_i8(q, 48, rb)
+        pa, pb = fma(pa, k, ra), fma(pb, k, rb)
         scale *= F(1 / 256)
-    total = hsum(ra + rb)
+    total = hsum(pa + pb)
     step = groups * n * 4
-    d = tile + step * 8 * planes
+    d = tile + groups * n * mode
     set_f32(d, at, scale)
     set_f32(d + step, at, scale * total)
     set_i32(d + 2 * step, at, -int(total))
     if halves:
-        set_i32(d + 3 * step, at, -int(hsum(ra)))
+        set_i32(d + 3 * step, at, -int(hsum(pa)))
+
+
+@inlined
+def store_shared(q, a, b):
+    """Pairs of integers within +-1904 as three signed bytes each: a = 16 u + s, b = v + 16 s. q: u, v, s, 16 of each.
+
+    s must be a modulo 16 and within 8 of b / 16: one of 16 neighbours is, and every byte fits.
+    """
+    k, sixteenth = splat(F(16.0)), splat(F(1 / 16))
+    least = vfloor((b - splat(F(112.0))) * sixteenth)  # the least s with v = b - 16 s <= 127
+    over = a - least
+    s = a - k * vfloor(over * sixteenth)
+    store_i8(q, 0, (a - s) * sixteenth)
+    store_i8(q, 16, b - k * s)
+    store_i8(q, 32, s)
 
 
 @kernel("out x padded cols mode halves weight eps gather scratch scratch_stride own own_stride")

@@ -345,6 +345,11 @@ def vabs(b, x):
 
 
 @op(f32x16, f32x16)
+def vfloor(b, x):
+    return call(b, "llvm.floor.v16f32", f32x16.ir, x)
+
+
+@op(f32x16, f32x16)
 def vround(b, x):
     """To the nearest integer, ties to even."""
     return call(b, "llvm.rint.v16f32", f32x16.ir, x)

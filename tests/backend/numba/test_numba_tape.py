@@ -114,15 +114,15 @@ def test_a_layer_is_nine_kernels_and_the_team_meets_five_times_for_one_token() -
     names = [i.kernel.name for i in program.tape.instructions]
     layer = [
         "quantize",
-        "linear_q4_1_int16",
+        "linear_q4_1_int12",
         "rope_write_kv",
         "attention_ones_2",
         "attention_many_16",
         "merge_quantize",
-        "linear_q4_1_int16",
+        "linear_q4_1_int12",
         "quantize",
-        "linear_q4_1_int16",
-        "linear_q4_1_int16",
+        "linear_q4_1_int12",
+        "linear_q4_1_int12",
     ]
     assert names[1:11] == layer
     assert sum(bits & 1 for bits in program.tape.barriers[1:11]) == 5
@@ -135,7 +135,7 @@ def test_the_rest_of_the_last_layer_runs_for_sampled_rows_alone() -> None:
     last = max(i for i, name in enumerate(names) if name.startswith("attention"))
     after = program.tape.instructions[last + 1 :]
     assert {i.rows for i in after} == {S_ROWS}
-    assert sum(i.kernel.name == "linear_q4_1_int16" for i in after) == 4  # output, gate and up, down, head
+    assert sum(i.kernel.name == "linear_q4_1_int12" for i in after) == 4  # output, gate and up, down, head
     program.close()
 
 
