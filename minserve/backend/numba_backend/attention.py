@@ -48,7 +48,6 @@ from minserve.backend.numba_backend.simd import (
     vmax,
 )
 
-
 TASK_COST = 2  # of a task beside its keys, in blocks of keys
 
 
