@@ -164,9 +164,8 @@ class Engine:
     def begin(self) -> Step:
         """Decide what this step computes and lay it out as arrays."""
         started = self.clock()
-        self.scheduler.limits = replace(
-            self.scheduler.limits, chunk_tokens=self.pace.chunk_tokens(), paused=self.paused
-        )
+        chunk = self.pace.chunk_tokens(self.scheduler.decoding)
+        self.scheduler.limits = replace(self.scheduler.limits, chunk_tokens=chunk, paused=self.paused)
         plan = self.scheduler.plan()
         planned = self.clock()
         for request_id in plan.admitted:
@@ -200,7 +199,7 @@ class Engine:
         for event in events:
             self._deliver(event, step, now, out)
         if step.plan.chunks:
-            self.pace.observe(step.decode_tokens, step.plan.tokens - step.decode_tokens, step.run_s)
+            self.pace.observe(step.decode_tokens, step.plan.tokens - step.decode_tokens, started - step.started)
         self._record(step, commit=now - started, deliver=self.clock() - now)
         return out
 

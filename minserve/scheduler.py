@@ -100,6 +100,11 @@ class Scheduler:
 
     # -- plan
 
+    @property
+    def decoding(self) -> int:
+        """Running requests that have read their prompts."""
+        return sum(request.known - request.computed == 1 for request in self._running.values())
+
     def plan(self) -> StepPlan:
         """Decide the next step and make room for it: afterwards blocks and seats are taken, victims are back in line.
 

@@ -74,7 +74,8 @@ class Simulation(Driver):
         decoding = {view.id for view in running if view.known - view.computed == 1}
         prompt_tokens = sum(c.count - len(c.draft) for c in plan.chunks if c.request_id not in decoding)
         assert plan.tokens <= limits.max_step_tokens
-        assert prompt_tokens <= (limits.chunk_tokens if decoding else limits.max_step_tokens)
+        resting = {i for i in decoding - {c.request_id for c in plan.chunks} if views[i].pool is Pool.BULK}
+        assert prompt_tokens <= (limits.chunk_tokens + len(resting) if decoding else limits.max_step_tokens)
         assert sum(c.scored + c.samples + len(c.forks) for c in plan.chunks) <= limits.max_rows
         assert seats.total() <= limits.max_seqs
         assert all(seats[pool] <= limits.pools[pool].max_seqs for pool in Pool)

@@ -1,7 +1,7 @@
 """How many prompt tokens a step may carry while somebody decodes, so that a step stays near the ITL target.
 
-Pure: no clock, fed with measured step times. A mixed step costs about `base + per_token * prompt tokens`; both are
-learnt as running means. Owns those two numbers and nothing else.
+Pure: no clock, fed with measured step times. A mixed step costs what its decodes cost and something per prompt token;
+both are learnt, and how far off the prediction tends to be. Owns those numbers and nothing else.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 _WEIGHT = 0.2  # of a new measurement in the running means
+_MARGIN = 1.0  # mean errors of the prediction that a step stays below the target (Jacobson 1988, for timeouts)
 
 
 @dataclass(slots=True)
@@ -19,38 +20,77 @@ class StepCost:
     base: float = 0.0
     per_token: float = 0.0
 
-    def observe(self, decode_tokens: int, prefill_tokens: int, seconds: float) -> None:
-        """Learn from one finished step."""
+    def observe(self, decode_tokens: int, prefill_tokens: int, seconds: float, base: float | None = None) -> None:
+        """Learn from one finished step. base: what its decodes alone take, if known better than their mean."""
         if prefill_tokens == 0:
             self.base = _mean(self.base, seconds)
         elif prefill_tokens >= self.quantum:
-            base = self.base if decode_tokens else 0.0
-            self.per_token = _mean(self.per_token, max(seconds - base, seconds * 0.1) / prefill_tokens)
+            base = self.base if base is None else base
+            rest = max(seconds - base, seconds * 0.1) if decode_tokens else seconds
+            self.per_token = _mean(self.per_token, rest / prefill_tokens)
+
+
+@dataclass(slots=True)
+class DecodeCost:
+    """Seconds of a step that only decodes, a line over the number of requests in it.
+
+    Least squares with exponential forgetting. While that number hardly varies, the slope tends to the one through 0.
+    """
+
+    count: float = 0.0
+    seconds: float = 0.0
+    _square: float = 0.0  # running means of count * count and of count * seconds
+    _product: float = 0.0
+
+    def observe(self, count: int, seconds: float) -> None:
+        weight = _WEIGHT if self.count else 1.0
+        for name, value in (
+            ("count", count),
+            ("seconds", seconds),
+            ("_square", count * count),
+            ("_product", count * seconds),
+        ):
+            old = getattr(self, name)
+            setattr(self, name, old + weight * (value - old))
+
+    def predict(self, count: int) -> float:
+        if not self.count:
+            return 0.0
+        variance = max(0.0, self._square - self.count**2)
+        slope = (self._product - self.count * self.seconds + self.seconds / self.count) / (variance + 1.0)
+        return max(0.0, self.seconds + max(0.0, slope) * (count - self.count))
 
 
 @dataclass(slots=True)
 class Pace:
-    """target: seconds a step should take. Token counts are multiples of `quantum` between it and `ceiling`."""
+    """target: seconds a step should take. quantum: the fewest prompt tokens of a step, ceiling: the most."""
 
     target: float
     quantum: int
     ceiling: int
     cost: StepCost = field(init=False)
+    decodes: DecodeCost = field(default_factory=DecodeCost)
+    error: float = 0.0  # mean distance of steps from their prediction, seconds
 
     def __post_init__(self) -> None:
         self.cost = StepCost(self.quantum)
 
     def observe(self, decode_tokens: int, prefill_tokens: int, seconds: float) -> None:
         """Learn from one finished step."""
-        self.cost.observe(decode_tokens, prefill_tokens, seconds)
+        base = self.decodes.predict(decode_tokens)
+        if decode_tokens and base and self.cost.per_token:
+            self.error += _WEIGHT * (abs(seconds - base - prefill_tokens * self.cost.per_token) - self.error)
+        self.cost.observe(decode_tokens, prefill_tokens, seconds, base)
+        if prefill_tokens == 0:
+            self.decodes.observe(decode_tokens, seconds)
 
-    def chunk_tokens(self) -> int:
-        """Prompt tokens for the next step in which somebody decodes; at least one quantum, so that prompts advance."""
-        cost = self.cost
-        if cost.per_token == 0.0:
+    def chunk_tokens(self, decodes: int) -> int:
+        """Prompt tokens for a step in which so many requests decode; at least one quantum, so that prompts advance."""
+        per_token = self.cost.per_token
+        if per_token == 0.0:
             return min(self.ceiling, max(self.quantum, self.ceiling // 4))
-        room = int((self.target - cost.base) / cost.per_token) // self.quantum * self.quantum
-        return min(self.ceiling, max(self.quantum, room))
+        room = (self.target - self.decodes.predict(decodes) - _MARGIN * self.error) / per_token
+        return min(self.ceiling, max(self.quantum, int(room)))
 
 
 def _mean(old: float, new: float) -> float:

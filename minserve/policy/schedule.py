@@ -6,7 +6,9 @@ The rules, in the order in which they are applied:
 
 1. Pools in order (interactive, bulk); in a pool those who decode, then prompts: running ones and admissions together,
    lower priority first, then arrival (see `order`).
-2. Everybody who decodes gets a token in every step. Prompt tokens are capped while anybody decodes.
+2. Everybody who decodes gets a token in every step. Prompt tokens are capped while anybody decodes; a lower pool's to
+   half of that while a higher one decodes. Where a higher pool's prompts want more than the cap, decodes of lower ones
+   rest and leave them their tokens, but for the lower pool's share of the steps.
 3. A prompt takes at most half of the prompt tokens that are left while others stand behind it; what nobody took goes to
    the first ones. So a long prompt neither holds up short ones nor is held up by them.
 4. Who can't be admitted is passed by smaller ones, in a bounded number of steps; then nobody passes until it fits.
@@ -69,8 +71,14 @@ class _Planner:
         decodes = sum(len(views) for views in self.decoding.values())
         self.decode_tokens = min(decodes, limits.max_step_tokens)
         self.budget = limits.max_step_tokens - self.decode_tokens
+        self.caps = dict.fromkeys(POOLS, limits.max_step_tokens)  # of prompt tokens, per pool
+        self.resting: dict[Pool, list[View]] = {pool: [] for pool in POOLS}
         if decodes:
             self.budget = min(self.budget, limits.chunk_tokens)
+            self._rest()
+            for pool in POOLS:
+                if any(self.decoding[above] for above in POOLS if RANK[above] < RANK[pool]):
+                    self.caps[pool] = max(limits.block_size, self.budget // 2)
         self.step_budget = self.budget
         self.kept = 0  # prompt tokens that higher pools left to lower ones
         # Every seat in use keeps a row; what is beyond them may go to scored rows and drafts.
@@ -85,10 +93,30 @@ class _Planner:
 
     # -- rule 2
 
+    def _rest(self) -> None:
+        """Offer the tokens of lower pools' decodes, the last in order first, to higher ones' prompts that lack them."""
+        for pool in POOLS[:-1]:
+            seats = max(0, self.limits.pools[pool].max_seqs - self.room.seats[pool])
+            coming = [view for view in self.waiting[pool] if not view.blocked][:seats]
+            lacking = sum(view.known - view.computed for view in self.prompt[pool] + coming) - self.budget
+            for below in reversed(POOLS):
+                if RANK[below] > RANK[pool] and not self.limits.promised_tokens(below, 1, self.step):
+                    count = max(0, min(lacking, len(self.decoding[below])))
+                    self.resting[below] = self.decoding[below][len(self.decoding[below]) - count :]
+                    self.decode_tokens -= count
+                    self.budget += count
+                    lacking -= count
+
     def decode(self, pool: Pool) -> None:
+        """Who decodes; of those who were to rest, as many as there are tokens that nobody took."""
+        resting = self.resting[pool]
+        spare = min(len(resting), self.budget)
+        self.budget -= spare
+        self.decode_tokens += spare
+        resting = resting[spare:]
         for view in self.decoding[pool]:
             part = self.room.parts.get(view.id)
-            if part is not None and self.decode_tokens:
+            if part is not None and self.decode_tokens and view not in resting:
                 self.decode_tokens -= 1
                 if not self._grant(part, 1) and self.alone:
                     self.exhausted.append(view.id)
@@ -118,15 +146,17 @@ class _Planner:
         line = sorted(self.prompt[pool] + self.waiting[pool], key=order)
         for place, view in enumerate(line, start=1):
             if view.id in self.room.parts or self._admit(view):
-                half = max(self.limits.block_size, self.budget // 2)
-                self._extend(view, self.budget if place == len(line) else half)
+                left = min(self.budget, self.caps[pool])
+                self._extend(view, left if place == len(line) else max(self.limits.block_size, left // 2))
         for view in line:
             if self.budget and view.id in self.room.parts:
                 self._extend(view, self.budget)
 
     def _extend(self, view: View, count: int) -> None:
-        """Up to `count` more prompt tokens out of the budget."""
-        self.budget -= self._grant(self.room.parts[view.id], min(count, self.budget))
+        """Up to `count` more prompt tokens out of the budget and of what the pool may have of it."""
+        granted = self._grant(self.room.parts[view.id], min(count, self.budget, self.caps[view.pool]))
+        self.budget -= granted
+        self.caps[view.pool] -= granted
 
     def _grant(self, part: Part, count: int) -> int:
         """Up to `count` more tokens, as far as rows and blocks go; returns how many it got."""

@@ -37,12 +37,50 @@ def test_one_seat_goes_to_the_first_in_order(views: list[View], first: str) -> N
 
 
 def test_everybody_who_decodes_gets_a_token_whatever_waits() -> None:
-    running = [decode(f"i{i}", 9 + i) for i in range(4)] + [decode(f"b{i}", 9 + i, pool=BULK) for i in range(4)]
+    running = [decode(f"i{i}", 9 + i) for i in range(4)]
     waiting = [view("long", 1000), view("bulk long", 1000, pool=BULK)]
     planned = plan(running, waiting, max_step_tokens=10, chunk_tokens=10)
     assert all(counts(planned)[v.id] == 1 for v in running)
-    assert all(chunk.samples == 1 for chunk in planned.chunks if chunk.count == 1)
+    assert all(chunk.samples == 1 for chunk in planned.chunks if chunk.request_id.startswith("i"))
     assert planned.tokens == 10
+
+
+BULK_DECODES = [decode(f"b{i}", 9 + i, arrival=float(i), pool=BULK) for i in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "resting"),
+    [(2, []), (3, ["b3"]), (5, ["b1", "b2", "b3"]), (1000, ["b0", "b1", "b2", "b3"])],
+)
+def test_bulk_decodes_leave_their_tokens_to_interactive_prompts_that_lack_them(prompt: int, resting: list[str]) -> None:
+    planned = plan([decode("i", 9), *BULK_DECODES], [view("new", prompt)], chunk_tokens=2, max_step_tokens=16)
+    assert [v.id for v in BULK_DECODES if v.id not in counts(planned)] == resting
+    assert counts(planned)["i"] == 1
+    assert counts(planned)["new"] == min(prompt, 2 + len(resting))
+
+
+def test_bulk_decodes_rest_for_nobody_who_cannot_come_in() -> None:
+    blocked = [view("no seat", 100), view("same prefix", 100, blocked=True)]
+    limits = make_limits(max_seqs=5, chunk_tokens=2, pools=pools(max_seqs=(1, 10)))
+    planned = plan([decode("i", 9), *BULK_DECODES], blocked, limits=limits)
+    assert all(v.id in counts(planned) for v in BULK_DECODES)
+
+
+def test_bulk_decodes_rest_for_no_other_bulk_work() -> None:
+    planned = plan([*BULK_DECODES], [view("new", 100, pool=BULK)], chunk_tokens=2)
+    assert all(v.id in counts(planned) for v in BULK_DECODES)
+
+
+def test_bulk_decodes_keep_their_share_of_the_steps() -> None:
+    """However much the other pool has to read."""
+    limits = make_limits(chunk_tokens=2, pools=pools(token_share=(0.75, 0.25)))
+    steps = [plan([*BULK_DECODES], [view("long", 1000)], step=step, limits=limits) for step in range(8)]
+    assert [counts(planned).get("b0", 0) for planned in steps] == [0, 0, 0, 1] * 2
+
+
+def test_bulk_prompts_fill_half_of_a_step_while_interactive_decodes() -> None:
+    assert counts(plan([decode("i", 9)], [view("b", 1000, pool=BULK)], chunk_tokens=32))["b"] == 16
+    assert counts(plan([decode("b2", 9, pool=BULK)], [view("b", 1000, pool=BULK)], chunk_tokens=32))["b"] == 32
 
 
 @pytest.mark.parametrize(("running", "tokens"), [([], 64), ([decode("talking", 9)], 32)])
