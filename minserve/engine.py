@@ -165,7 +165,9 @@ class Engine:
         """Decide what this step computes and lay it out as arrays."""
         started = self.clock()
         chunk = self.pace.chunk_tokens(self.scheduler.decoding)
-        self.scheduler.limits = replace(self.scheduler.limits, chunk_tokens=chunk, paused=self.paused)
+        self.scheduler.limits = replace(
+            self.scheduler.limits, chunk_tokens=chunk, decode_worth=self.pace.decode_worth, paused=self.paused
+        )
         plan = self.scheduler.plan()
         planned = self.clock()
         for request_id in plan.admitted:

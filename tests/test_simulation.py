@@ -75,7 +75,9 @@ class Simulation(Driver):
         prompt_tokens = sum(c.count - len(c.draft) for c in plan.chunks if c.request_id not in decoding)
         assert plan.tokens <= limits.max_step_tokens
         resting = {i for i in decoding - {c.request_id for c in plan.chunks} if views[i].pool is Pool.BULK}
-        assert prompt_tokens <= (limits.chunk_tokens + len(resting) if decoding else limits.max_step_tokens)
+        assert prompt_tokens <= (
+            limits.chunk_tokens + len(resting) * limits.decode_worth if decoding else limits.max_step_tokens
+        )
         assert sum(c.scored + c.samples + len(c.forks) for c in plan.chunks) <= limits.max_rows
         assert seats.total() <= limits.max_seqs
         assert all(seats[pool] <= limits.pools[pool].max_seqs for pool in Pool)
@@ -130,6 +132,7 @@ def random_limits(rng: random.Random) -> Limits:
         chunk_tokens=rng.randint(1, step_tokens),
         max_rows=seats + rng.choice([0, 0, 1, 5, 50]),
         watermark_blocks=rng.randint(0, 3),
+        decode_worth=rng.choice([1, 1, 2, 3]),
         pools={
             Pool.INTERACTIVE: PoolLimits(rng.randint(max(1, seats - 2), seats), shares[0], shares[1]),
             Pool.BULK: PoolLimits(rng.randint(max(1, seats - 2), seats), shares[2], shares[3]),

@@ -31,6 +31,7 @@ class Limits:
     chunk_tokens: prompt tokens of a step while somebody decodes. max_rows: logit rows of a step. watermark_blocks: an
     admission leaves this many free, for those who decode. Seats never exceed tokens or rows: so everybody who decodes
     gets a token and a row in every step, and no rule has to say who goes without.
+    decode_worth: prompt tokens that take as long as one decode: what a step has room for when a decode rests.
     paused: pools that get nothing now and are promised nothing; what they hold is lent to the others.
     """
 
@@ -42,10 +43,11 @@ class Limits:
     max_rows: int
     watermark_blocks: int
     pools: Mapping[Pool, PoolLimits]
+    decode_worth: int = 1
     paused: frozenset[Pool] = frozenset()
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "num_blocks", "max_seqs", "chunk_tokens"):
+        for name in ("block_size", "num_blocks", "max_seqs", "chunk_tokens", "decode_worth"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         for name in ("max_step_tokens", "max_rows"):

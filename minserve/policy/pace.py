@@ -53,12 +53,16 @@ class DecodeCost:
             old = getattr(self, name)
             setattr(self, name, old + weight * (value - old))
 
-    def predict(self, count: int) -> float:
+    @property
+    def slope(self) -> float:
+        """Seconds of one more decode."""
         if not self.count:
             return 0.0
         variance = max(0.0, self._square - self.count**2)
-        slope = (self._product - self.count * self.seconds + self.seconds / self.count) / (variance + 1.0)
-        return max(0.0, self.seconds + max(0.0, slope) * (count - self.count))
+        return max(0.0, (self._product - self.count * self.seconds + self.seconds / self.count) / (variance + 1.0))
+
+    def predict(self, count: int) -> float:
+        return max(0.0, self.seconds + self.slope * (count - self.count))
 
 
 @dataclass(slots=True)
@@ -91,6 +95,11 @@ class Pace:
             return min(self.ceiling, max(self.quantum, self.ceiling // 4))
         room = (self.target - self.decodes.predict(decodes) - _MARGIN * self.error) / per_token
         return min(self.ceiling, max(self.quantum, int(room)))
+
+    @property
+    def decode_worth(self) -> int:
+        """Prompt tokens that take as long as one decode, rounded down; at least 1."""
+        return max(1, int(self.decodes.slope / self.cost.per_token)) if self.cost.per_token else 1
 
 
 def _mean(old: float, new: float) -> float:

@@ -9,8 +9,8 @@ The rules, in the order in which they are applied:
 2. Everybody who decodes gets a token in every step. Prompt tokens are capped while anybody decodes; a lower pool's to
    half of that while a higher one decodes. Where a higher pool's prompts want more than the cap, decodes of lower ones
    rest and leave them their tokens, but for the lower pool's share of the steps.
-3. A prompt takes at most half of the prompt tokens that are left while others stand behind it; what nobody took goes to
-   the first ones. So a long prompt neither holds up short ones nor is held up by them.
+3. A prompt takes what is left if that ends it, else at most half of it while others stand behind; what nobody took goes
+   to the first ones. So a long prompt neither holds up short ones nor is held up by them.
 4. Who can't be admitted is passed by smaller ones, in a bounded number of steps; then nobody passes until it fits.
 5. Seats, prompt tokens and blocks promised to a pool are left to it as soon as it wants them, and lent until then.
 6. No block left: the last in order of the lowest pool that has no chunk in this plan goes back to the queue. One that
@@ -95,23 +95,24 @@ class _Planner:
 
     def _rest(self) -> None:
         """Offer the tokens of lower pools' decodes, the last in order first, to higher ones' prompts that lack them."""
+        limits, worth = self.limits, self.limits.decode_worth
         for pool in POOLS[:-1]:
-            seats = max(0, self.limits.pools[pool].max_seqs - self.room.seats[pool])
+            seats = max(0, limits.pools[pool].max_seqs - self.room.seats[pool])
             coming = [view for view in self.waiting[pool] if not view.blocked][:seats]
             lacking = sum(view.known - view.computed for view in self.prompt[pool] + coming) - self.budget
             for below in reversed(POOLS):
-                if RANK[below] > RANK[pool] and not self.limits.promised_tokens(below, 1, self.step):
-                    count = max(0, min(lacking, len(self.decoding[below])))
+                if RANK[below] > RANK[pool] and not limits.promised_tokens(below, 1, self.step):
+                    count = max(0, min(-(-lacking // worth), len(self.decoding[below])))
                     self.resting[below] = self.decoding[below][len(self.decoding[below]) - count :]
                     self.decode_tokens -= count
-                    self.budget += count
-                    lacking -= count
+                    self.budget = min(self.budget + count * worth, limits.max_step_tokens - self.decode_tokens)
+                    lacking -= count * worth
 
     def decode(self, pool: Pool) -> None:
         """Who decodes; of those who were to rest, as many as there are tokens that nobody took."""
         resting = self.resting[pool]
-        spare = min(len(resting), self.budget)
-        self.budget -= spare
+        spare = min(len(resting), self.budget // self.limits.decode_worth)
+        self.budget -= spare * self.limits.decode_worth
         self.decode_tokens += spare
         resting = resting[spare:]
         for view in self.decoding[pool]:
@@ -142,12 +143,13 @@ class _Planner:
                 tokens -= self._draft(part, tokens)
 
     def _share_out(self, pool: Pool) -> None:
-        """Half of what is left for each while others stand behind it; then the rest, first come first served."""
+        """All that is left for who ends with it, half for others while somebody stands behind; then what remained."""
         line = sorted(self.prompt[pool] + self.waiting[pool], key=order)
         for place, view in enumerate(line, start=1):
             if view.id in self.room.parts or self._admit(view):
                 left = min(self.budget, self.caps[pool])
-                self._extend(view, left if place == len(line) else max(self.limits.block_size, left // 2))
+                ends = view.known - view.computed <= left
+                self._extend(view, left if ends or place == len(line) else max(self.limits.block_size, left // 2))
         for view in line:
             if self.budget and view.id in self.room.parts:
                 self._extend(view, self.budget)

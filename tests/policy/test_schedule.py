@@ -59,6 +59,15 @@ def test_bulk_decodes_leave_their_tokens_to_interactive_prompts_that_lack_them(p
     assert counts(planned)["new"] == min(prompt, 2 + len(resting))
 
 
+def test_a_resting_decode_makes_room_for_as_many_prompt_tokens_as_it_is_worth() -> None:
+    limits = make_limits(chunk_tokens=2, max_step_tokens=16, decode_worth=3)
+    planned = plan([decode("i", 9), *BULK_DECODES], [view("new", 7)], limits=limits)
+    assert [v.id for v in BULK_DECODES if v.id not in counts(planned)] == ["b2", "b3"]
+    assert counts(planned)["new"] == 7
+    planned = plan([decode("i", 9), *BULK_DECODES], [view("new", 1000)], limits=limits)
+    assert (counts(planned)["new"], planned.tokens) == (14, 15)
+
+
 def test_bulk_decodes_rest_for_nobody_who_cannot_come_in() -> None:
     blocked = [view("no seat", 100), view("same prefix", 100, blocked=True)]
     limits = make_limits(max_seqs=5, chunk_tokens=2, pools=pools(max_seqs=(1, 10)))
@@ -90,11 +99,13 @@ def test_prompt_tokens_are_capped_only_while_somebody_decodes(running: list[View
 
 
 def test_a_chunk_is_sampled_only_where_it_reaches_the_end_of_the_known_tokens() -> None:  # bug: 31
-    planned = plan([view("last piece", 100, 40), view("middle", 1000, 40, arrival=1.0)], [])
+    planned = plan([view("first", 200, 40), view("middle", 1000, 40, arrival=1.0)], [])
     assert [(c.request_id, c.start, c.count, c.samples) for c in planned.chunks] == [
-        ("last piece", 40, 60 - 28, 0),
+        ("first", 40, 32, 0),
         ("middle", 40, 32, 0),
     ]
+    planned = plan([view("last piece", 100, 40), view("behind", 1000, 40, arrival=1.0)], [])
+    assert [(c.count, c.samples) for c in planned.chunks] == [(60, 1), (4, 0)]  # nobody is kept who can end
     planned = plan([view("last piece", 50, 40)], [])
     assert [(c.start, c.count, c.samples) for c in planned.chunks] == [(40, 10, 1)]
 

@@ -101,7 +101,9 @@ def test_budgets_are_kept(world: World) -> None:
     resting = {v.id for v in world.running if v.pool is Pool.BULK and v.id in decoding} - {
         c.request_id for c in plan.chunks
     }
-    assert prompt_tokens <= (limits.chunk_tokens + len(resting) if decoding else limits.max_step_tokens)
+    assert prompt_tokens <= (
+        limits.chunk_tokens + len(resting) * limits.decode_worth if decoding else limits.max_step_tokens
+    )
     assert sum(c.scored + c.samples + len(c.forks) for c in plan.chunks) <= limits.max_rows
     seats = Counter(view.pool for view in world.running if view.id not in plan.preempted)
     before = Counter(view.pool for view in world.running)
