@@ -213,7 +213,7 @@ class _Planner:
         return False
 
     def _refusal(self, view: View) -> str | None:
-        if self.budget <= 0:
+        if min(self.budget, self.caps[view.pool]) <= 0:
             return "step_budget"
         if view.scored[1] > view.computed and self.rows == 0 < self.spare_rows:
             return "rows"
