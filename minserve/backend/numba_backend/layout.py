@@ -2,9 +2,11 @@
 
 Owns the constants and the few formulas, for Python and for jitted code alike. It must not know what is computed.
 
-KV cache     [layer][kv head][block] of 4 * BLOCK * D bytes, bfloat16: K [D/2][BLOCK tokens][2 dims], then
-             V [BLOCK/2 token pairs][D][2 tokens]. Both orders make a 64-byte load feed 16 lanes of vdpbf16ps: tokens
-             for the scores, dims for the sum of values. A head's blocks with consecutive ids are adjacent.
+KV cache     [run of blocks][layer][kv head][RUN blocks] of 4 * BLOCK * D bytes, bfloat16: K [D/2][BLOCK tokens][2
+             dims], then V [BLOCK/2 token pairs][D][2 tokens]. Both orders make a 64-byte load feed 16 lanes of
+             vdpbf16ps: tokens for the scores, dims for the sum of values. A head's blocks with consecutive ids are
+             adjacent, but runs stay short: all layers touch new memory together, and a huge page for each head of each
+             layer at once would hold up a step by a third of a second.
 Activations  as a linear layer reads them, in tiles of TILE tokens (the last one shorter, n tokens):
              integers p: bytes q [K/32][n][mode] that stand for them, then per group and token [K/32][n]: scale
              (float32), scale * sum of p (float32), -sum of p, -sum of the first 16 p (int32). bfloat16: [K/2][n][2].
@@ -16,6 +18,7 @@ from __future__ import annotations
 from minserve.backend.numba_backend.jit import inlined
 
 BLOCK = 16  # tokens of a KV block: one vector of scores
+RUN = 32  # KV blocks of a head that can be adjacent
 TILE = 64  # tokens that pass a block of 16 weight rows together: their accumulators stay in the L1 cache
 GROUP = 32  # weights, and activations, that share a scale
 PAIR = 2 * GROUP  # packed weights come in pairs of groups

@@ -6,14 +6,15 @@ into a fixed buffer whose address stands in the tape; refilling costs a few micr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from minserve.backend.base import BackendError, Forward, KVSpec, ModelSpec, StepLimits
-from minserve.backend.numba_backend.arena import PAGE, address, aligned
+from minserve.backend.base import BackendError, Forward, ModelSpec, StepLimits
+from minserve.backend.numba_backend.arena import address, aligned
+from minserve.backend.numba_backend.kv_memory import KVMemory
 from minserve.backend.numba_backend.layout import (
     BLOCK,
     CHUNK,
@@ -30,11 +31,10 @@ from minserve.backend.numba_backend.layout import (
     TABLE_WIDTH,
     TABLES,
     TOKEN_IDS,
-    block_words,
     width,
 )
 from minserve.backend.numba_backend.lower import Lowering
-from minserve.backend.numba_backend.recorder import LayerCache, Recorder, Value, sink_takes
+from minserve.backend.numba_backend.recorder import Recorder, Value, sink_takes
 from minserve.backend.numba_backend.sampling import DRAW, SKIP
 from minserve.backend.numba_backend.tape import Tape
 from minserve.backend.numba_backend.team import Team
@@ -59,11 +59,11 @@ class StepBuffers:
         self.words[TABLE_WIDTH] = self.table_width
         self.words[HEADER] = address(self.header)
 
-    def fill(self, batch: Batch) -> None:
+    def fill(self, batch: Batch, memory: KVMemory) -> None:
         for word, values in (
             (TOKEN_IDS, batch.token_ids),
             (POSITIONS, batch.positions),
-            (SLOTS, batch.slots),
+            (SLOTS, memory.slots(batch.slots)),
             (STARTS, batch.query_starts),
             (LENGTHS, batch.context_lens),
             (LOGIT_ROWS, batch.logit_rows),
@@ -72,7 +72,7 @@ class StepBuffers:
         requests = batch.num_requests
         self.arrays[REQUEST_OF][: batch.num_tokens] = np.repeat(np.arange(requests), np.diff(batch.query_starts))
         tables = self.arrays[TABLES][:-CHUNK].reshape(-1, self.table_width)  # attention looks a chunk ahead
-        tables[:requests, : batch.block_tables.shape[1]] = batch.block_tables
+        tables[:requests, : batch.block_tables.shape[1]] = memory.places(batch.block_tables)
         self.header[[T_ROWS, REQUESTS, S_ROWS]] = batch.num_tokens, requests, batch.num_rows
 
 
@@ -133,8 +133,8 @@ class NumbaProgram:
         self._spec, self._limits = spec, limits
         self._seats = Seats(spec.vocab_size)
         self.buffers = StepBuffers(limits)
-        self._cache = allocate_cache(spec.kv, limits.num_blocks)
-        result = forward(Recorder(), None, self._cache)
+        self.memory = KVMemory(spec.kv, limits.num_blocks)
+        result = forward(Recorder(), None, self.memory.layers)
         if not isinstance(result, Value) or result.rows != S_ROWS or result.cols != spec.vocab_size:
             raise BackendError("the forward pass must end in logits [S, vocab]")
         lowering = Lowering(sink_takes(result), limits, self.buffers.words, accurate)
@@ -168,10 +168,8 @@ class NumbaProgram:
         """The step's logits [S, vocab]: a view that the next step overwrites. Draws the plain rows' tokens."""
         self._check(batch)
         if len(batch.copies):
-            source, destination = batch.copies[:, 0], batch.copies[:, 1]
-            for cache in self._cache:
-                cache.words[:, destination] = cache.words[:, source]
-        self.buffers.fill(batch)
+            self.memory.copy(batch.copies[:, 0], batch.copies[:, 1])
+        self.buffers.fill(batch, self.memory)
         self.sampling.fill(batch.sampling, plain)
         self.team.run()
         return self.view(batch.num_rows)
@@ -204,18 +202,6 @@ class NumbaProgram:
 
     def close(self) -> None:
         self.team.close()
-
-
-def allocate_cache(kv: Sequence[KVSpec], num_blocks: int) -> list[LayerCache]:
-    """One allocation, [layer][kv head][block]. Pages cost memory only once they are written."""
-    shapes = [(layer.kv_heads, num_blocks, block_words(layer.head_dim)) for layer in kv]
-    sizes = [int(np.prod(shape)) for shape in shapes]
-    try:
-        words: npt.NDArray[np.uint16] = aligned(2 * sum(sizes), PAGE).view(np.uint16)
-    except MemoryError as error:
-        raise BackendError(f"no memory for a KV cache of {num_blocks} blocks; ask for fewer") from error
-    starts = np.cumsum([0, *sizes])
-    return [LayerCache(words[a : a + n].reshape(shape)) for a, n, shape in zip(starts, sizes, shapes, strict=False)]
 
 
 def compile_kernels(lowering: Lowering, progress: Callable[[str], None]) -> None:

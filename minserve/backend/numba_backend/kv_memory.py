@@ -1,0 +1,61 @@
+"""The KV cache's memory: where a block of each layer and head lies.
+
+Owns the one allocation. It must not know requests: block ids come from the batch. Kernels address a head's blocks by
+their distance from its first one, so ids are turned into such distances (`places`) when a step's buffers are filled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from minserve.backend.base import BackendError, KVSpec
+from minserve.backend.numba_backend.arena import PAGE, aligned
+from minserve.backend.numba_backend.layout import BLOCK, RUN, block_words
+from minserve.backend.numba_backend.recorder import LayerCache
+from minserve.batch import Int32
+
+Ids = npt.NDArray[np.integer]
+
+
+class KVMemory:
+    """layers: the cache of each. Pages cost memory only once they are written."""
+
+    def __init__(self, kv: Sequence[KVSpec], num_blocks: int) -> None:
+        heads = sum(layer.kv_heads for layer in kv)
+        sizes = {block_words(layer.head_dim) for layer in kv}
+        # Runs interleave heads of one size only, and places must fit int32.
+        short = len(sizes) == 1 and num_blocks * heads * BLOCK < 1 << 31
+        self._run = RUN if short else max(1, num_blocks)
+        runs = -(-num_blocks // self._run)
+        self._jump = self._run * (heads - 1) if short else 0
+        counts = [runs * layer.kv_heads * self._run * block_words(layer.head_dim) for layer in kv]
+        try:
+            words: npt.NDArray[np.uint16] = aligned(2 * sum(counts), PAGE).view(np.uint16)
+        except MemoryError as error:
+            raise BackendError(f"no memory for a KV cache of {num_blocks} blocks; ask for fewer") from error
+        self.layers: list[LayerCache] = []
+        first, at = 0, 0
+        for layer, count in zip(kv, counts, strict=True):
+            if short:
+                whole = words.reshape(runs, heads, self._run, -1)
+                self.layers.append(LayerCache(whole[:, first : first + layer.kv_heads]))
+            else:
+                self.layers.append(LayerCache(words[at : at + count].reshape(1, layer.kv_heads, self._run, -1)))
+            first, at = first + layer.kv_heads, at + count
+
+    def places(self, blocks: Int32) -> Int32:
+        """Block ids -> how many blocks lie between a head's first block and these."""
+        return blocks + blocks // np.int32(self._run) * np.int32(self._jump)
+
+    def slots(self, slots: Int32) -> Int32:
+        """The same for slots, BLOCK to a block."""
+        return slots + slots // np.int32(self._run * BLOCK) * np.int32(self._jump * BLOCK)
+
+    def copy(self, source: Ids, destination: Ids) -> None:
+        """Whole blocks, in all layers."""
+        for layer in self.layers:
+            taken = layer.words[source // self._run, :, source % self._run]
+            layer.words[destination // self._run, :, destination % self._run] = taken

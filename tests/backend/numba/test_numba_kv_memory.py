@@ -1,0 +1,57 @@
+"""Where blocks lie: everybody's own place, neighbours adjacent, copies in every layer."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from minserve.backend.base import KVSpec
+from minserve.backend.numba_backend import kv_memory
+from minserve.backend.numba_backend.kv_memory import KVMemory
+from minserve.backend.numba_backend.layout import BLOCK, RUN, block_words
+
+UNIFORM = (KVSpec(3, 64, None), KVSpec(3, 64, 128), KVSpec(1, 64, None))
+MIXED = (KVSpec(3, 64, None), KVSpec(2, 128, None))
+COUNT = 2 * RUN + 5
+
+
+@pytest.mark.parametrize("kv", [UNIFORM, MIXED])
+def test_a_block_of_a_head_is_its_own_and_lies_where_kernels_look(kv: tuple[KVSpec, ...]) -> None:
+    memory = KVMemory(kv, COUNT)
+    blocks = np.arange(COUNT, dtype=np.int32)
+    places = memory.places(blocks).astype(np.int64)
+    assert (np.diff(places)[np.arange(1, COUNT) % RUN != 0] == 1).all()
+    assert (memory.slots(blocks * BLOCK + 3) == places * BLOCK + 3).all()
+    seen: set[int] = set()
+    for spec, layer in zip(kv, memory.layers, strict=True):
+        nbytes = 2 * block_words(spec.head_dim)
+        for head in range(spec.kv_heads):
+            first = layer.words.ctypes.data + head * layer.blocks * nbytes
+            addresses = set((first + places * nbytes).tolist())
+            assert len(addresses) == COUNT
+            assert not addresses & seen
+            seen |= addresses
+            for block in (0, RUN - 1, RUN, COUNT - 1):
+                view = layer.words[block // layer.blocks, head, block % layer.blocks]
+                assert view.ctypes.data == first + places[block] * nbytes
+
+
+@pytest.mark.parametrize("kv", [UNIFORM, MIXED])
+def test_copies_reach_every_layer_and_nothing_else(kv: tuple[KVSpec, ...]) -> None:
+    memory = KVMemory(kv, COUNT)
+    for i, layer in enumerate(memory.layers):
+        layer.words[:] = np.random.default_rng(i).integers(0, 1 << 16, layer.words.shape, np.uint16)
+    before = [layer.words.copy() for layer in memory.layers]
+    source, target = np.array([1, RUN + 2]), np.array([RUN + 7, 0])
+    memory.copy(source, target)
+    for old, layer in zip(before, memory.layers, strict=True):
+        run = layer.blocks
+        for s, t in zip(source, target, strict=True):
+            old[t // run, :, t % run] = old[s // run, :, s % run]
+        assert (layer.words == old).all()
+
+
+def test_places_beyond_int32_fall_back_to_long_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_memory, "BLOCK", 1 << 24)
+    memory = KVMemory(UNIFORM, COUNT)
+    assert (memory.places(np.arange(COUNT, dtype=np.int32)) == np.arange(COUNT)).all()
