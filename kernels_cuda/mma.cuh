@@ -10,6 +10,8 @@
 __device__ __forceinline__ void cp_async_16(void* shared, const void* global) {
 #ifdef __SIMT__
   // The copy may land at any time from here on; it's done here when waited for.
+  for (const auto& copy : simt::self->copies)
+    if (copy.dst == shared) simt::die("two copies under way to one address");
   simt::access(shared, 16, simt::kWrite);
   memset(shared, 0xFF, 16);
   simt::self->copies.push_back({shared, global, simt::self->copy_group});

@@ -132,7 +132,7 @@ def random_limits(rng: random.Random) -> Limits:
         chunk_tokens=rng.randint(1, step_tokens),
         max_rows=seats + rng.choice([0, 0, 1, 5, 50]),
         watermark_blocks=rng.randint(0, 3),
-        decode_worth=rng.choice([1, 1, 2, 3]),
+        decode_worth=rng.choice([1.0, 1.0, 1.7, 3.0]),
         pools={
             Pool.INTERACTIVE: PoolLimits(rng.randint(max(1, seats - 2), seats), shares[0], shares[1]),
             Pool.BULK: PoolLimits(rng.randint(max(1, seats - 2), seats), shares[2], shares[3]),

@@ -43,7 +43,7 @@ class Limits:
     max_rows: int
     watermark_blocks: int
     pools: Mapping[Pool, PoolLimits]
-    decode_worth: int = 1
+    decode_worth: float = 1.0
     paused: frozenset[Pool] = frozenset()
 
     def __post_init__(self) -> None:

@@ -61,6 +61,10 @@ class DecodeCost:
         variance = max(0.0, self._square - self.count**2)
         return max(0.0, (self._product - self.count * self.seconds + self.seconds / self.count) / (variance + 1.0))
 
+    def knows(self, count: int) -> bool:
+        """Whether steps with about so many were seen lately."""
+        return bool(self.count) and abs(count - self.count) <= 2 + 2 * max(0.0, self._square - self.count**2) ** 0.5
+
     def predict(self, count: int) -> float:
         return max(0.0, self.seconds + self.slope * (count - self.count))
 
@@ -81,12 +85,15 @@ class Pace:
 
     def observe(self, decode_tokens: int, prefill_tokens: int, seconds: float) -> None:
         """Learn from one finished step."""
-        base = self.decodes.predict(decode_tokens)
-        if decode_tokens and base and self.cost.per_token:
-            self.error += _WEIGHT * (abs(seconds - base - prefill_tokens * self.cost.per_token) - self.error)
-        self.cost.observe(decode_tokens, prefill_tokens, seconds, base)
+        base, prompts = self.decodes.predict(decode_tokens), prefill_tokens * self.cost.per_token
         if prefill_tokens == 0:
             self.decodes.observe(decode_tokens, seconds)
+        elif decode_tokens and prompts and not self.decodes.knows(decode_tokens):
+            self.decodes.observe(decode_tokens, max(0.0, seconds - prompts))  # says more of these than of prompts
+        else:
+            if decode_tokens and base and prompts:
+                self.error += _WEIGHT * (abs(seconds - base - prompts) - self.error)
+            self.cost.observe(decode_tokens, prefill_tokens, seconds, base)
 
     def chunk_tokens(self, decodes: int) -> int:
         """Prompt tokens for a step in which so many requests decode; at least one quantum, so that prompts advance."""
@@ -97,9 +104,9 @@ class Pace:
         return min(self.ceiling, max(self.quantum, int(room)))
 
     @property
-    def decode_worth(self) -> int:
-        """Prompt tokens that take as long as one decode, rounded down; at least 1."""
-        return max(1, int(self.decodes.slope / self.cost.per_token)) if self.cost.per_token else 1
+    def decode_worth(self) -> float:
+        """Prompt tokens that take as long as one decode; at least 1."""
+        return max(1.0, self.decodes.slope / self.cost.per_token) if self.cost.per_token else 1.0
 
 
 def _mean(old: float, new: float) -> float:

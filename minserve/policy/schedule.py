@@ -6,9 +6,10 @@ The rules, in the order in which they are applied:
 
 1. Pools in order (interactive, bulk); in a pool those who decode, then prompts: running ones and admissions together,
    lower priority first, then arrival (see `order`).
-2. Everybody who decodes gets a token in every step. Prompt tokens are capped while anybody decodes; a lower pool's to
-   half of that while a higher one decodes. Where a higher pool's prompts want more than the cap, decodes of lower ones
-   rest and leave them their tokens, but for the lower pool's share of the steps.
+2. Everybody who decodes gets a token in every step, and prompt tokens are capped while anybody decodes. But in a step
+   that reads a higher pool's prompt, lower pools' decodes rest, except in their share of the steps, and their prompts
+   get what they were promised; while a higher pool decodes, half of the cap. So neither first tokens nor later ones
+   wait for lower pools.
 3. A prompt takes what is left if that ends it, else at most half of it while others stand behind; what nobody took goes
    to the first ones. So a long prompt neither holds up short ones nor is held up by them.
 4. Who can't be admitted is passed by smaller ones, in a bounded number of steps; then nobody passes until it fits.
@@ -30,6 +31,7 @@ from minserve.request import Chunk, Pool, StepPlan, View
 
 __all__ = ["Limits", "PlanFunction", "PoolLimits", "order", "plan_step"]
 
+LONGEST_REST = 8  # steps after which a pool of whatever share gets its turn
 STUCK = ("blocks", "pool_share")  # reasons to wait that smaller requests may not share
 
 PlanFunction = Callable[[int, Sequence[View], Sequence[View], int, Limits], StepPlan]
@@ -41,7 +43,8 @@ def plan_step(
     """Decide one step. `free_blocks` counts blocks that nobody holds, cached ones included; changes nothing."""
     plan = _Planner(step, running, waiting, free_blocks, limits)
     for pool in POOLS:
-        plan.decode(pool)
+        if not plan.rests(pool):
+            plan.decode(pool)
         plan.prompts(pool)
     plan.hand_out_rest()
     return plan.result()
@@ -69,16 +72,13 @@ class _Planner:
         for view in waiting:
             self.waiting[view.pool].append(view)
         decodes = sum(len(views) for views in self.decoding.values())
-        self.decode_tokens = min(decodes, limits.max_step_tokens)
+        self.resting = self._resting()
+        rested = sum(len(self.decoding[pool]) for pool in self.resting)
+        self.decode_tokens = min(decodes - rested, limits.max_step_tokens)
         self.budget = limits.max_step_tokens - self.decode_tokens
-        self.caps = dict.fromkeys(POOLS, limits.max_step_tokens)  # of prompt tokens, per pool
-        self.resting: dict[Pool, list[View]] = {pool: [] for pool in POOLS}
         if decodes:
-            self.budget = min(self.budget, limits.chunk_tokens)
-            self._rest()
-            for pool in POOLS:
-                if any(self.decoding[above] for above in POOLS if RANK[above] < RANK[pool]):
-                    self.caps[pool] = max(limits.block_size, self.budget // 2)
+            self.budget = min(self.budget, limits.chunk_tokens + int(rested * limits.decode_worth))
+        self.caps = self._caps()  # of prompt tokens, per pool
         self.step_budget = self.budget
         self.kept = 0  # prompt tokens that higher pools left to lower ones
         # Every seat in use keeps a row; what is beyond them may go to scored rows and drafts.
@@ -93,31 +93,43 @@ class _Planner:
 
     # -- rule 2
 
-    def _rest(self) -> None:
-        """Offer the tokens of lower pools' decodes, the last in order first, to higher ones' prompts that lack them."""
-        limits, worth = self.limits, self.limits.decode_worth
-        for pool in POOLS[:-1]:
-            seats = max(0, limits.pools[pool].max_seqs - self.room.seats[pool])
-            coming = [view for view in self.waiting[pool] if not view.blocked][:seats]
-            lacking = sum(view.known - view.computed for view in self.prompt[pool] + coming) - self.budget
-            for below in reversed(POOLS):
-                if RANK[below] > RANK[pool] and not limits.promised_tokens(below, 1, self.step):
-                    count = max(0, min(-(-lacking // worth), len(self.decoding[below])))
-                    self.resting[below] = self.decoding[below][len(self.decoding[below]) - count :]
-                    self.decode_tokens -= count
-                    self.budget = min(self.budget + count * worth, limits.max_step_tokens - self.decode_tokens)
-                    lacking -= count * worth
+    def _resting(self) -> set[Pool]:
+        """Pools that rest if a higher one reads a prompt: one may do so, and it isn't the turn of theirs."""
+        resting, reading = set(), False
+        for pool in POOLS:
+            turn = self.step % LONGEST_REST == 0 or self.limits.promised_tokens(pool, 1, self.step) > 0
+            if reading and not turn:
+                resting.add(pool)
+            reading |= bool(self.prompt[pool]) or any(not view.blocked for view in self.waiting[pool])
+        return resting
+
+    def _caps(self) -> dict[Pool, int]:
+        caps, above = {}, False
+        for pool in POOLS:
+            caps[pool] = max(self.limits.block_size, self.budget // 2) if above else self.limits.max_step_tokens
+            above |= bool(self.decoding[pool])
+        return caps
+
+    def rests(self, pool: Pool) -> bool:
+        """Whether a pool rests in this step, now that higher ones have what they want."""
+        if pool not in self.resting:
+            return False
+        decoding = {view.id for views in self.decoding.values() for view in views}
+        if any(part.view.id not in decoding for part in self.granted):
+            self.caps[pool] = self.kept
+            return True
+        decodes, taken = len(self.decoding[pool]), sum(part.count for part in self.granted)
+        self.decode_tokens += decodes
+        self.budget = self.limits.max_step_tokens - taken - decodes
+        if any(self.decoding.values()):
+            self.budget = min(self.budget, self.limits.chunk_tokens)
+        self.caps[pool] = self._caps()[pool]
+        return False
 
     def decode(self, pool: Pool) -> None:
-        """Who decodes; of those who were to rest, as many as there are tokens that nobody took."""
-        resting = self.resting[pool]
-        spare = min(len(resting), self.budget // self.limits.decode_worth)
-        self.budget -= spare * self.limits.decode_worth
-        self.decode_tokens += spare
-        resting = resting[spare:]
         for view in self.decoding[pool]:
             part = self.room.parts.get(view.id)
-            if part is not None and self.decode_tokens and view not in resting:
+            if part is not None and self.decode_tokens:
                 self.decode_tokens -= 1
                 if not self._grant(part, 1) and self.alone:
                     self.exhausted.append(view.id)

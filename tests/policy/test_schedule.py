@@ -48,43 +48,39 @@ def test_everybody_who_decodes_gets_a_token_whatever_waits() -> None:
 BULK_DECODES = [decode(f"b{i}", 9 + i, arrival=float(i), pool=BULK) for i in range(4)]
 
 
-@pytest.mark.parametrize(
-    ("prompt", "resting"),
-    [(2, []), (3, ["b3"]), (5, ["b1", "b2", "b3"]), (1000, ["b0", "b1", "b2", "b3"])],
-)
-def test_bulk_decodes_leave_their_tokens_to_interactive_prompts_that_lack_them(prompt: int, resting: list[str]) -> None:
-    planned = plan([decode("i", 9), *BULK_DECODES], [view("new", prompt)], chunk_tokens=2, max_step_tokens=16)
-    assert [v.id for v in BULK_DECODES if v.id not in counts(planned)] == resting
-    assert counts(planned)["i"] == 1
-    assert counts(planned)["new"] == min(prompt, 2 + len(resting))
+def test_bulk_rests_in_a_step_that_reads_an_interactive_prompt() -> None:
+    """Its decodes, whose time is room for the prompt; its own prompts get their share, here 0.2 * 8 tokens."""
+    running, waiting = [decode("i", 9), *BULK_DECODES], [view("new", 1000), view("bulk new", 9, pool=BULK)]
+    limits = make_limits(chunk_tokens=2, max_step_tokens=32, decode_worth=1.5)
+    planned = plan(running, waiting, step=1, limits=limits)
+    assert counts(planned) == {"i": 1, "new": 2 + 6 - 2, "bulk new": 2}
+    assert counts(plan([view("reading", 1000, 8), *BULK_DECODES], [], step=1, limits=limits)) == {"reading": 8}
 
 
-def test_a_resting_decode_makes_room_for_as_many_prompt_tokens_as_it_is_worth() -> None:
-    limits = make_limits(chunk_tokens=2, max_step_tokens=16, decode_worth=3)
-    planned = plan([decode("i", 9), *BULK_DECODES], [view("new", 7)], limits=limits)
-    assert [v.id for v in BULK_DECODES if v.id not in counts(planned)] == ["b2", "b3"]
-    assert counts(planned)["new"] == 7
-    planned = plan([decode("i", 9), *BULK_DECODES], [view("new", 1000)], limits=limits)
-    assert (counts(planned)["new"], planned.tokens) == (14, 15)
+def test_a_resting_pool_leaves_no_more_than_a_step_holds() -> None:
+    limits = make_limits(chunk_tokens=2, max_step_tokens=10, max_seqs=10, decode_worth=9.0)
+    assert plan([decode("i", 9), *BULK_DECODES], [view("new", 1000)], step=1, limits=limits).tokens == 10
 
 
-def test_bulk_decodes_rest_for_nobody_who_cannot_come_in() -> None:
+def test_bulk_rests_for_nobody_who_cannot_come_in() -> None:
     blocked = [view("no seat", 100), view("same prefix", 100, blocked=True)]
     limits = make_limits(max_seqs=5, chunk_tokens=2, pools=pools(max_seqs=(1, 10)))
-    planned = plan([decode("i", 9), *BULK_DECODES], blocked, limits=limits)
+    planned = plan([decode("i", 9), *BULK_DECODES], [*blocked, view("b", 9, pool=BULK)], step=1, limits=limits)
     assert all(v.id in counts(planned) for v in BULK_DECODES)
 
 
 def test_bulk_decodes_rest_for_no_other_bulk_work() -> None:
-    planned = plan([*BULK_DECODES], [view("new", 100, pool=BULK)], chunk_tokens=2)
-    assert all(v.id in counts(planned) for v in BULK_DECODES)
+    planned = plan([*BULK_DECODES], [view("new", 100, pool=BULK)], step=1, chunk_tokens=2)
+    assert counts(planned) == {"b0": 1, "b1": 1, "b2": 1, "b3": 1, "new": 2}
 
 
-def test_bulk_decodes_keep_their_share_of_the_steps() -> None:
+@pytest.mark.parametrize(("share", "turns"), [(0.25, [0, 0, 0, 1]), (0.0, [0, 0, 0, 0, 0, 0, 0, 1])])
+def test_bulk_keeps_its_share_of_the_steps(share: float, turns: list[int]) -> None:
     """However much the other pool has to read."""
-    limits = make_limits(chunk_tokens=2, pools=pools(token_share=(0.75, 0.25)))
-    steps = [plan([*BULK_DECODES], [view("long", 1000)], step=step, limits=limits) for step in range(8)]
-    assert [counts(planned).get("b0", 0) for planned in steps] == [0, 0, 0, 1] * 2
+    limits = make_limits(chunk_tokens=2, pools=pools(token_share=(0.75, share)))
+    steps = [plan([*BULK_DECODES], [view("long", 1000)], step=step, limits=limits) for step in range(1, 17)]
+    assert [counts(planned).get("b0", 0) for planned in steps][: len(turns)] == turns or share
+    assert sum(counts(planned).get("b0", 0) for planned in steps) >= 16 * max(share, 1 / 8)
 
 
 def test_bulk_prompts_fill_half_of_a_step_while_interactive_decodes() -> None:

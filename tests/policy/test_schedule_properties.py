@@ -74,7 +74,8 @@ def worlds(draw: st.DrawFn) -> World:
     running = [draw(views(f"r{i}", size, waits=False)) for i in range(draw(st.integers(0, seats)))]
     blocked = [bool(running) and draw(st.integers(0, 5)) == 0 for _ in range(draw(st.integers(0, 6)))]
     waiting = [draw(views(f"w{i}", size, waits=True, blocked=wait)) for i, wait in enumerate(blocked)]
-    free = draw(st.integers(0 if running else 1, 40))
+    holding = bool(running) and all(view.blocks for view in running)  # else what is there is free
+    free = draw(st.integers(0 if holding else 1, 40))
     shared = draw(st.integers(0, 5)) if running else 0  # blocks that several of the running hold
     waiting = [view._replace(free_hits=min(view.free_hits, free)) for view in waiting]
     step_tokens = seats + draw(st.sampled_from([0, 3, 20, 100]))

@@ -26,6 +26,7 @@ class Case:
     block_size: int = 16
     sms: int = 4
     max_model_len: int = 512
+    size: float = 1.0  # of keys and values; queries are smaller by as much
 
 
 def attention(kit: Kit, case: Case) -> None:
@@ -37,10 +38,10 @@ def attention(kit: Kit, case: Case) -> None:
     # What no request owns is NaN, so that a key read from there would show.
     pages = np.full((len(ids), h.kv, 2, case.block_size, h.dim), np.nan, np.float32)
     for end, count, context in zip(ends, needed, case.contexts, strict=True):
-        values = normal(context, context, h.kv, 2, h.dim)
+        values = case.size * normal(context, context, h.kv, 2, h.dim)
         for token in range(context):
             pages[ids[end - count + token // case.block_size], :, :, token % case.block_size] = values[token]
-    cache, qkv = kit.array(pages), kit.buffer(normal(2, tokens, h.cols))
+    cache, qkv = kit.array(pages), kit.buffer(normal(2, tokens, h.cols) / case.size)
     out = kit.result(tokens, h.q * h.dim)
     inputs = {
         "block_tables": kit.ints(np.append(ids[: ends[-1]], NEVER)),
@@ -66,6 +67,7 @@ def heads(q: int, kv: int, dim: int, window: int | None = None, softcap: float |
     return Heads(q, kv, dim, 2 * dim**-0.5, window, softcap)  # sharper than usual, so that a wrong key shows
 
 
+SHARP = Heads(4, 2, 64, 5.0)  # scores of hundreds: exp2 of one that isn't the maximum's distance overflows
 DECODE = {
     "D=64, four to one": Case(heads(8, 2, 64), [1] * 4, [300, 1, 64, 17]),
     "D=80, alone": Case(heads(1, 1, 80), [1], [65], sms=1),
@@ -84,6 +86,9 @@ DECODE = {
     "window of one": Case(heads(4, 2, 64, window=1), [1] * 2, [33, 1]),
     "softcap": Case(heads(4, 1, 64, softcap=3.0), [1] * 2, [100, 7]),
     "window and softcap, D=256": Case(heads(4, 1, 256, window=33, softcap=2.0), [1] * 2, [100, 7]),
+    "large scores": Case(SHARP, [1] * 2, [300, 77], sms=1),
+    "large scores, splits": Case(SHARP, [1] * 2, [300, 77]),
+    "large keys": Case(heads(4, 2, 64), [1], [300], sms=1, size=32.0),  # seen as a float, two of them are enormous
 }
 PREFILL = {
     "whole prompts, D=64": Case(heads(8, 2, 64), [70, 2, 33], [70, 2, 33]),
@@ -98,6 +103,9 @@ PREFILL = {
     "large blocks": Case(heads(4, 2, 32), [37], [130], block_size=64),
     "window": Case(heads(4, 2, 64, window=40), [150, 30], [150, 90]),
     "window that ends a tile before a last row": Case(heads(4, 2, 64, window=31), [150], [150]),
+    "window that begins with a tile for a warp's last row": Case(heads(1, 1, 64, window=63), [32], [96]),
+    "a warp with one row": Case(heads(1, 1, 64), [33], [33]),
+    "large scores": Case(SHARP, [40], [90]),
     "window of one": Case(heads(2, 2, 64, window=1), [70], [70]),
     "softcap": Case(heads(4, 2, 64, softcap=3.0), [70], [70]),
     "window and softcap, D=256": Case(heads(4, 1, 256, window=33, softcap=2.0), [40], [75]),

@@ -49,8 +49,9 @@ class _Memory:
         pool = mmap.mmap(-1, pages + _PAGE)
         address = ctypes.addressof(ctypes.c_char.from_buffer(pool))
         ctypes.CDLL(None).mprotect(ctypes.c_void_p(address + pages), ctypes.c_size_t(_PAGE), 0)
-        self.data = np.frombuffer(pool, np.uint8, nbytes, pages - room)
-        self.data[:] = 0xFF
+        whole = np.frombuffer(pool, np.uint8, room, pages - room)
+        whole[:] = 0xFF  # what rounding adds too: a read past the end shows
+        self.data = whole[:nbytes]
         _Memory.used += nbytes
         weakref.finalize(self, _Memory._freed, nbytes)
 

@@ -143,13 +143,14 @@ def try_mutant(mutant: Mutant, checks: Sequence[str]) -> str | None:
         return mutant.apply(source) if name == mutant.file else original(name)
 
     kernels.read_source = read
-    for order in ("forward", "reverse", "shuffle"):
+    for compute, order in (("half", "forward"), ("half", "reverse"), ("half", "shuffle"), ("bf16", "forward")):
         SimRawModule.order = order
         for name in checks:
             try:
-                CHECKS[name](Kit(fakecupy, Blas(fakecupy, FakeBlas()), "half"))
+                CHECKS[name](Kit(fakecupy, Blas(fakecupy, FakeBlas()), compute))
             except Exception as error:
-                return f"{name} ({order}): {str(error).splitlines()[0][:100] if str(error) else type(error).__name__}"
+                said = str(error).splitlines()[0][:100] if str(error) else type(error).__name__
+                return f"{name} ({compute}, {order}): {said}"
     return None
 
 

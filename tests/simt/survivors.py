@@ -15,4 +15,29 @@ SURVIVORS: dict[str, str] = {
     "prefill_attention.cu: if (first_row >= rows || count == 1) return;         // the same for the whole block"
     " | at 14: >= -> >": "a block without rows works on the last row's copies and writes none of them",
     "decode_attention.cu: if (token0 < end) | at 11: < -> <=": "fetches a tile that nobody reads, from valid rows",
+    "prefill_attention.cu: if (tile < last_tile) fetch(tile + 1); | at 9: < -> <=": (
+        "fetches a tile that nobody reads, from valid rows"
+    ),
+    "decode_attention.cu: cp_async_wait<0>(); | at 0: cp_async_wait<0>(); -> ;": (
+        "the loop has waited for every copy, only an empty group can be under way"
+    ),
+    "decode_attention.cu: template <int kDim> constexpr int kWarps = kDim <= 128 ? 4 : 2; | at 48: <= -> <": (
+        "a head of 128 gets two warps: slower, the same numbers"
+    ),
+    "decode_attention.cu: query[k][i] = row < group ? *reinterpret_cast<const u32*>(q_rows + row * kDim + k * 16 + "
+    "i / 2 * 8 + 2 * t) : 0; | at 18: < -> <=": "one row more is computed, from valid memory, and not written",
+    "decode_attention.cu: if (d == 0) part_max_sum[part * 2] = top, part_max_sum[part * 2 + 1] = sum; "
+    "| at 6: == -> !=": (
+        "the other threads write the same two numbers"
+    ),
+    "decode_attention.cu: out[((long long)start * gridDim.x + blockIdx.x) * kDim + threadIdx.x] = "
+    "from_float<T>(sum > 0 ? value / sum : 0.0f); | at 90: > -> >=": (
+        "a request with a token has a key: the sum is never 0"
+    ),
+    "skinny_gemm.cu: for (int base = warp; base < chunks; base += kWarps * kAhead) { | at 27: < -> <=": (
+        "a round that loads nothing and breaks off"
+    ),
+    "skinny_gemm.cu: if (chunk < chunks && chunk * 32 * kGroups<W> + t * 8 < k) | at 10: < -> <=": (
+        "the other condition keeps that chunk out as well"
+    ),
 }
