@@ -12,6 +12,7 @@ from pathlib import Path
 
 from minserve.backend import create_backend
 from minserve.backend.base import Backend, BackendError, CheckpointError, ModelSpec, StepLimits
+from minserve.backend.memory import give_back
 from minserve.config import Config, EngineConfig, PoolConfig, PoolsConfig
 from minserve.engine import Engine, Observer
 from minserve.models import load as load_model
@@ -23,13 +24,17 @@ from minserve.text.template import ChatTemplate
 from minserve.text.tokenizer import Tokenizer
 from minserve.weights.checkpoint import LoadedModel, load_checkpoint
 from minserve.weights.hub import resolve
+from minserve.weights.loaded import GenerationDefaults
 
 Progress = Callable[[str], None]  # one line about what is happening now
 
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """Everything a server, a terminal or a test needs. `notes` are lines a person should read at start."""
+    """Everything a server, a terminal or a test needs, and nothing that was only needed to load it: files are unmapped.
+
+    notes: lines a person should read at start.
+    """
 
     name: str
     source: Path
@@ -39,7 +44,8 @@ class Assembly:
     max_model_len: int
     tokenizer: Tokenizer
     template: ChatTemplate
-    loaded: LoadedModel
+    defaults: GenerationDefaults
+    file_format: str
     engine: Engine
     notes: tuple[str, ...]
 
@@ -57,6 +63,12 @@ class Assembly:
 
 def assemble(config: Config, *, observers: Sequence[Observer] = (), progress: Progress = lambda _: None) -> Assembly:
     """Load everything and compile. CheckpointError, BackendError or DownloadError, each a clear sentence."""
+    assembly = _assemble(config, observers, progress)
+    give_back()
+    return assembly
+
+
+def _assemble(config: Config, observers: Sequence[Observer], progress: Progress) -> Assembly:
     engine_config = config.engine
     source = resolve(config.model.name, revision=config.model.revision)
     progress(f"reading {source}")
@@ -95,7 +107,8 @@ def assemble(config: Config, *, observers: Sequence[Observer] = (), progress: Pr
         max_model_len=max_model_len,
         tokenizer=tokenizer,
         template=template,
-        loaded=loaded,
+        defaults=loaded.defaults,
+        file_format=loaded.file_format,
         engine=engine,
         notes=tuple(notes),
     )

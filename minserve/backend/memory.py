@@ -6,7 +6,9 @@ ends the process without a word, so the smaller of the two counts.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import gc
 import os
 import sys
 from pathlib import Path
@@ -25,6 +27,14 @@ def available_memory(root: Path = Path("/")) -> int:
         return _macos() or UNKNOWN
     host = _meminfo(root / "proc/meminfo") or _sysconf() or UNKNOWN
     return max(0, min([host, *cgroup_headrooms(root)]))
+
+
+def give_back() -> None:
+    """Return to the operating system what loading a model needed and freed: the C library would keep it."""
+    gc.collect()
+    if sys.platform == "linux":
+        with contextlib.suppress(AttributeError, OSError):  # only glibc can
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def _meminfo(path: Path) -> int | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 _WEIGHT = 0.2  # of a new measurement in the running means
+_DEARER = 2.0  # how much more a prompt token may take in a small chunk than in a large one
 _MARGIN = 1.0  # mean errors of the prediction that a step stays below the target (Jacobson 1988, for timeouts)
 
 
@@ -79,6 +80,7 @@ class Pace:
     cost: StepCost = field(init=False)
     decodes: DecodeCost = field(default_factory=DecodeCost)
     error: float = 0.0  # mean distance of steps from their prediction, seconds
+    mixed: bool = False  # whether a step with decodes and prompt tokens has been seen
 
     def __post_init__(self) -> None:
         self.cost = StepCost(self.quantum)
@@ -88,12 +90,16 @@ class Pace:
         base, prompts = self.decodes.predict(decode_tokens), prefill_tokens * self.cost.per_token
         if prefill_tokens == 0:
             self.decodes.observe(decode_tokens, seconds)
-        elif decode_tokens and prompts and not self.decodes.knows(decode_tokens):
+        elif decode_tokens == 0:  # uncapped: tokens are cheaper by the hundred than in the chunks of mixed steps
+            if not self.mixed:
+                self.cost.observe(0, prefill_tokens, _DEARER * seconds)
+        elif prompts and not self.decodes.knows(decode_tokens):
             self.decodes.observe(decode_tokens, max(0.0, seconds - prompts))  # says more of these than of prompts
         else:
-            if decode_tokens and base and prompts:
+            if base and prompts:
                 self.error += _WEIGHT * (abs(seconds - base - prompts) - self.error)
             self.cost.observe(decode_tokens, prefill_tokens, seconds, base)
+            self.mixed = True
 
     def chunk_tokens(self, decodes: int) -> int:
         """Prompt tokens for a step in which so many requests decode; at least one quantum, so that prompts advance."""

@@ -150,8 +150,8 @@ def served_model(assembly: Assembly) -> ServedModel:
         template=assembly.template,
         vocab_size=assembly.spec.vocab_size,
         max_model_len=assembly.max_model_len,
-        defaults=assembly.loaded.defaults,
-        details={"format": assembly.loaded.file_format, "device": assembly.backend.description},
+        defaults=assembly.defaults,
+        details={"format": assembly.file_format, "device": assembly.backend.description},
     )
 
 

@@ -57,3 +57,16 @@ def test_where_predictions_miss_a_step_keeps_its_distance() -> None:
         chunk = pace.chunk_tokens(8)
         pace.observe(8, chunk, (0.010 + 0.00025 * chunk) * (1.2 if step % 2 else 0.8))
     assert 70 < pace.chunk_tokens(8) < 110
+
+
+def test_what_large_prompts_cost_alone_does_not_make_mixed_steps_long() -> None:
+    pace = Pace(target=0.040, quantum=16, ceiling=512)
+    for _ in range(5):
+        pace.observe(0, 512, 0.128)  # 0.25 ms a token
+        for _ in range(20):
+            pace.observe(1, 0, 0.004)
+    assert pace.chunk_tokens(2) <= 70
+    pace.observe(2, 64, 0.008 + 0.0005 * 64)
+    before = pace.chunk_tokens(2)
+    pace.observe(0, 512, 0.128)
+    assert pace.chunk_tokens(2) == before

@@ -27,9 +27,7 @@ SURVIVORS: dict[str, str] = {
     "decode_attention.cu: query[k][i] = row < group ? *reinterpret_cast<const u32*>(q_rows + row * kDim + k * 16 + "
     "i / 2 * 8 + 2 * t) : 0; | at 18: < -> <=": "one row more is computed, from valid memory, and not written",
     "decode_attention.cu: if (d == 0) part_max_sum[part * 2] = top, part_max_sum[part * 2 + 1] = sum; "
-    "| at 6: == -> !=": (
-        "the other threads write the same two numbers"
-    ),
+    "| at 6: == -> !=": ("the other threads write the same two numbers"),
     "decode_attention.cu: out[((long long)start * gridDim.x + blockIdx.x) * kDim + threadIdx.x] = "
     "from_float<T>(sum > 0 ? value / sum : 0.0f); | at 90: > -> >=": (
         "a request with a token has a key: the sum is never 0"

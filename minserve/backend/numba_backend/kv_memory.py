@@ -21,7 +21,11 @@ Ids = npt.NDArray[np.integer]
 
 
 class KVMemory:
-    """layers: the cache of each. Pages cost memory only once they are written."""
+    """layers: the cache of each.
+
+    Pages cost memory only once they are written, and then time: 20 ms for all that a run of blocks needs. So each step
+    touches one page of the run behind the last one in use (`touch_ahead`).
+    """
 
     def __init__(self, kv: Sequence[KVSpec], num_blocks: int) -> None:
         heads = sum(layer.kv_heads for layer in kv)
@@ -36,6 +40,10 @@ class KVMemory:
             words: npt.NDArray[np.uint16] = aligned(2 * sum(counts), PAGE).view(np.uint16)
         except MemoryError as error:
             raise BackendError(f"no memory for a KV cache of {num_blocks} blocks; ask for fewer") from error
+        self._bytes = words.view(np.uint8)
+        self._run_bytes = self._bytes.nbytes // max(1, runs)
+        self._used = -1  # the last run in use, ever
+        self._touched = 0  # bytes from the start
         self.layers: list[LayerCache] = []
         first, at = 0, 0
         for layer, count in zip(kv, counts, strict=True):
@@ -54,8 +62,20 @@ class KVMemory:
         """The same for slots, BLOCK to a block."""
         return slots + slots // np.int32(self._run * BLOCK) * np.int32(self._jump * BLOCK)
 
+    def touch_ahead(self, slots: Int32) -> None:
+        """Before a step that writes to these slots, as they come from the batch."""
+        if self._jump and slots.size:
+            self._used = max(self._used, int(slots.max()) // (self._run * BLOCK))
+            end = min((self._used + 2) * self._run_bytes, self._bytes.nbytes)
+            start = max(self._touched, (self._used + 1) * self._run_bytes)
+            if start < end:
+                self._touched = min(start + PAGE, end)
+                self._bytes[start : self._touched : 4096] = 0  # nobody has written behind the last run
+
     def copy(self, source: Ids, destination: Ids) -> None:
         """Whole blocks, in all layers."""
+        if self._jump and destination.size:
+            self._used = max(self._used, int(destination.max()) // self._run)
         for layer in self.layers:
             taken = layer.words[source // self._run, :, source % self._run]
             layer.words[destination // self._run, :, destination % self._run] = taken

@@ -169,6 +169,7 @@ class NumbaProgram:
         self._check(batch)
         if len(batch.copies):
             self.memory.copy(batch.copies[:, 0], batch.copies[:, 1])
+        self.memory.touch_ahead(batch.slots)
         self.buffers.fill(batch, self.memory)
         self.sampling.fill(batch.sampling, plain)
         self.team.run()

@@ -134,6 +134,8 @@ def follow(tid, threads, step, spins, tape, n, header, board, phases):
         while atomic_load(board, STEP * LINE_WORDS) == step:
             pause()
             idle += 1
+            if idle % SPINS_BEFORE_YIELD == 0:
+                give_way()
             if idle == spins:
                 flag = (PARKED + tid) * LINE_WORDS
                 atomic_swap(board, flag, 1)
