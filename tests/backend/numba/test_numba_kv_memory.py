@@ -55,18 +55,18 @@ def test_memory_is_touched_one_page_a_step_and_only_behind_what_is_in_use() -> N
     memory = KVMemory(UNIFORM, 8 * RUN)
     rng = np.random.default_rng(0)
     slots = np.zeros(0, np.int32)
-    kept: dict[int, np.ndarray] = {}
+    kept: dict[int, int] = {}
     for step in range(60):
         block = int(rng.integers(0, min(8 * RUN, 4 * step + 1)))  # ever further out, with jumps back and ahead
         slots = np.arange(block * BLOCK, block * BLOCK + 3, dtype=np.int32)
         memory.touch_ahead(slots)
         for layer in memory.layers:
             layer.words[block // RUN, :, block % RUN] = step
-        kept[block] = np.uint16(step)
+        kept[block] = step
         if step % 7 == 0 and step:
             target = int(rng.integers(0, 8 * RUN))
             memory.copy(np.array([block]), np.array([target]))
-            kept[target] = np.uint16(step)
+            kept[target] = step
         for known, value in kept.items():
             assert all((layer.words[known // RUN, :, known % RUN] == value).all() for layer in memory.layers)
 
