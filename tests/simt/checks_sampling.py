@@ -92,6 +92,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "top_k of all": {"temperature": 1.0, "top_k": 1 << 30},
     "negative top_k": {"temperature": 1.0, "top_k": -1},
     "top_p": {"temperature": 1.3, "top_p": 0.9},
+    "cold top_p": {"temperature": 0.05, "top_p": 0.95},  # most weights are 0
     "top_p of zero": {"temperature": 1.0, "top_p": 0.0},
     "top_p of a little": {"temperature": 1.0, "top_p": 1e-6},
     "min_p": {"temperature": 1.0, "min_p": 0.2},
@@ -181,6 +182,17 @@ def penalties(kit: Kit, vocab: int) -> None:
     assert device.draw(logits, sampling, (reset,)).tokens.tolist() == sample(logits, sampling, seats).tokens.tolist()
 
 
+def full_counts(kit: Kit) -> None:
+    """A count has 15 bits and stays at its most; the bit beside it says that the prompt has the token."""
+    device, sampling = Device(kit, 10), make_sampling(1, penalties=[(0.1, 0.0, 1.0)], seats=[0])
+    reset = SeatReset(0, np.array([2], np.int32), np.full(0x7FFF, 5, np.int32))
+    logits = np.zeros((1, 10), np.float32)
+    logits[0, 5] = 9
+    for resets in ((reset,), (), ()):
+        assert device.draw(logits, sampling, resets).tokens.tolist() == [5]
+        assert device.counts(0).tolist() == [0, 0, 0x8000, 0, 0, 0x7FFF, 0, 0, 0, 0]
+
+
 def same_counts(device: Device, seats: Seats, seat: int) -> None:
     counts = device.counts(seat)
     assert ((counts & 0x8000 != 0) == seats._counts[seat].seen).all()
@@ -192,7 +204,7 @@ def logprobs(kit: Kit, vocab: int, ties: bool) -> None:
     logits = rows_of(vocab, 5, ties=ties)
     logits[4, 1:] = -np.inf  # everything else is clamped, in order of ids
     arrays = make_sampling(
-        5, logprobs=[-1, 0, 3, -1, 6], targets=[-1, -1, -1, min(7, vocab - 1), -1], temperature=0.5, uniforms=0.5
+        5, logprobs=[-1, 0, 3, -1, 6], targets=[-1, -1, 0, min(7, vocab - 1), -1], temperature=0.5, uniforms=0.5
     )
     device = Device(kit, vocab)
     agree(device, logits, arrays)
@@ -217,5 +229,6 @@ CHECKS: dict[str, Check] = {
     **{f"sampling with penalties, {vocab} tokens": partial(penalties, vocab=vocab) for vocab in (30, 2001)},
     **{f"logprobs {vocab} tokens{', ties' * ties}": partial(logprobs, vocab=vocab, ties=ties)
        for vocab, ties in ((2000, False), (50, True), (4, False), (1, False))},
+    "sampling with penalties, full counts": full_counts,
     "sampling nothing": nothing,
 }  # fmt: skip

@@ -38,4 +38,18 @@ SURVIVORS: dict[str, str] = {
     "skinny_gemm.cu: if (chunk < chunks && chunk * 32 * kGroups<W> + t * 8 < k) | at 10: < -> <=": (
         "the other condition keeps that chunk out as well"
     ),
+    "sampling.cu: __syncthreads();                     // the level before has been read "
+    "| at 0: __syncthreads(); -> ;": ("the barrier before it already orders these reads and writes"),
+    "sampling.cu: __syncthreads(); | at 0: __syncthreads(); -> ;": (
+        "of adjust's second one: a masked token is -infinity whether its bias comes before or after"
+    ),
+    "sampling.cu: for (int i = threadIdx.x; i < bins; i += kThreads) low[i] = high[i] = 0; | at 28: < -> <=": (
+        "the word behind each array holds nothing yet"
+    ),
+    "sampling.cu: if (threadIdx.x == 0) tokens[s] = targets[s]; | at 16: == -> !=": (
+        "the other threads write the same number"
+    ),
+    "sampling.cu: best = other > best ? other : best; | at 13: > -> >=": "equal candidates are the same one",
+    "sampling.cu: if (top_k > 0 && top_k < vocab) | at 23: < -> <=": "the limit that keeps all tokens keeps all",
+    "sampling.cu: if (top_p < 1) | at 10: < -> <=": "the limit that keeps the whole weight drops what has none",
 }
