@@ -134,6 +134,24 @@ def edges_of_floats(kit: Kit) -> None:
         agree(device, logits, make_sampling(8, temperature=temperature, uniforms=0.3, logprobs=2))
 
 
+def places_of_weights(kit: Kit) -> None:
+    """The first token with a weight lies behind many without; ten equal ones have more than 32 bits of it."""
+    logits = rows_of(70, 4)
+    logits[0, :40] = logits[1, :69] = -np.inf
+    logits[2:] = -1.0
+    logits[2:, 20:30] = 0.0
+    sampling = make_sampling(4, temperature=1.0, top_p=[1.0, 1.0, 0.2, 0.3], uniforms=[0.0, 0.0, 0.99, 0.0])
+    agree(Device(kit, 70), logits, sampling)
+
+
+def masks_by_row(kit: Kit) -> None:
+    """A row's mask leaves the rows beside it alone."""
+    logits = rows_of(70, 4)
+    logits[:, 0] = 50.0
+    sampling = make_sampling(4, mask=allow(70, [0, 1], [0, 1], [0, 1], [0, 1]))
+    assert Device(kit, 70).draw(logits, sampling).tokens.tolist() == [0] * 4
+
+
 def masks_and_bias(kit: Kit) -> None:
     """Masks restrict, bias moves, both in rows beside others; a mask that allows nothing gives -1."""
     vocab, logits = 70, rows_of(70, 4)
@@ -225,6 +243,8 @@ CHECKS: dict[str, Check] = {
     "sampling with settings by row": mixed_rows,
     "sampling infinities and NaN": edges_of_floats,
     "sampling with masks and bias": masks_and_bias,
+    "sampling with masks by row": masks_by_row,
+    "sampling among weights of zero and ties": places_of_weights,
     "sampling many adjusted rows": many_adjusted_rows,
     **{f"sampling with penalties, {vocab} tokens": partial(penalties, vocab=vocab) for vocab in (30, 2001)},
     **{f"logprobs {vocab} tokens{', ties' * ties}": partial(logprobs, vocab=vocab, ties=ties)

@@ -47,7 +47,7 @@ RELEVANT = {
     "repack.cu": r"packing",
     "rms_norm.cu": r"norm",
     "rope_kv.cu": r"rope_kv",
-    "sampling.cu": r"sampling",
+    "sampling.cu": r"sampling|logprobs",
     "sampling.cuh": r"sampling|logprobs",
     "seats.cu": r"penalties",
     "skinny_gemm.cu": r"linear|gated",

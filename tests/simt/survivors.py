@@ -52,4 +52,7 @@ SURVIVORS: dict[str, str] = {
     "sampling.cu: best = other > best ? other : best; | at 13: > -> >=": "equal candidates are the same one",
     "sampling.cu: if (top_k > 0 && top_k < vocab) | at 23: < -> <=": "the limit that keeps all tokens keeps all",
     "sampling.cu: if (top_p < 1) | at 10: < -> <=": "the limit that keeps the whole weight drops what has none",
+    "sampling.cu: if (known) x = x > 0 ? __fdiv_rn(x, repetition) : __fmul_rn(x, repetition); | at 17: > -> >=": (
+        "0 stays 0 either way"
+    ),
 }
