@@ -2,7 +2,7 @@
 
 Tiny pools, both queues, groups, shared prefixes, priorities, drafts, aborts in every state, failed steps. Each request
 must get exactly the tokens it gets alone: preemption, chunking, prefix hits and forks change nothing.
-MINSERVE_SIM_CASES sets how many workloads run; a failure names the case to run again.
+SIM_CASES sets how many workloads run; a failure names the case to run again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from minserve.request import FinishReason, Pool, SamplingParams, StepPlan, Submi
 from tests.driver import Driver
 from tests.fake_program import VOCAB
 
-CASES = int(os.environ.get("MINSERVE_SIM_CASES", "600"))
+CASES = int(os.environ.get("SIM_CASES", "600"))
 PER_TEST = 50
 
 

@@ -1,4 +1,4 @@
-"""What holds for every plan, whatever runs and waits. MINSERVE_SIM_CASES / 10 random worlds per property."""
+"""What holds for every plan, whatever runs and waits. SIM_CASES / 10 random worlds per property."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from minserve.policy.schedule import Limits, PoolLimits, plan_step
 from minserve.request import Pool, StepPlan, View
 
 thorough = settings(
-    max_examples=int(os.environ.get("MINSERVE_SIM_CASES", "600")) // 10,
+    max_examples=int(os.environ.get("SIM_CASES", "600")) // 10,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
