@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from minserve.policy.room import MAX_PREEMPTIONS, MAX_SKIPS, RANK, order
@@ -183,6 +183,9 @@ def test_admissions_keep_the_order_or_say_whom_they_passed(world: World) -> None
 def test_somebody_always_advances(world: World) -> None:
     plan = world.plan()
     ready = world.running or [view for view in world.waiting if not view.blocked]
+    if len(world.running) == 1:  # who reads a prompt alone has room for it: its admission saw to that
+        (view,) = world.running
+        assume(world.free or view.known - view.computed == 1)
     assert plan.chunks or plan.exhausted or plan.preempted or not ready
 
 
