@@ -102,8 +102,9 @@ class Scheduler:
 
     @property
     def decoding(self) -> int:
-        """Running requests that have read their prompts."""
-        return sum(request.known - request.computed == 1 for request in self._running.values())
+        """Running requests that have read their prompts, without those of paused pools."""
+        paused = self.limits.paused
+        return sum(r.known - r.computed == 1 and r.pool not in paused for r in self._running.values())
 
     def plan(self) -> StepPlan:
         """Decide the next step and make room for it: afterwards blocks and seats are taken, victims are back in line.

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import minserve
+from minserve.cli import main
 
 ROOT = Path(__file__).parent.parent
 SHIPPED = {".py", ".cu", ".cuh", ".html", ".css", ".js", ".svg", ".md", ".typed"}
@@ -79,3 +80,9 @@ def test_changelog_and_package_agree_on_the_version() -> None:
     assert declared is not None
     assert versions[0] == minserve.__version__ == declared[1]
     assert versions == sorted(versions, key=lambda v: [int(part) for part in v.split(".")], reverse=True)
+
+
+def test_the_readme_names_every_command() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [name for name in sorted(main.commands) if f"minserve {name}" not in readme] == []
+    assert "scripts/serve" in readme

@@ -355,7 +355,7 @@ def test_bulk_keeps_its_share_under_saturating_interactive_load() -> None:  # bu
     interactive = sum(c.count for p in d.plans[start:] for c in p.chunks if c.request_id.startswith("i"))
     share = d.computed(*bulk) / (d.computed(*bulk) + interactive)
     assert len(done) >= 10
-    assert 0.08 <= share <= 0.35  # of prompt tokens a fifth; its decodes get more than a fifth of the steps
+    assert 0.1 <= share <= 0.35
 
 
 def test_one_seat_is_no_reason_to_starve(monkeypatch: pytest.MonkeyPatch) -> None:  # bug: 59

@@ -111,15 +111,21 @@ def check_ids(arrays: SamplingArrays, vocab_size: int) -> None:
         raise ValueError(f"mask has {arrays.mask.shape[1]} words a row, {vocab_size} tokens need {words}")
 
 
-def draw(row: Float32, arrays: SamplingArrays, s: int, seats: Seats) -> int:
-    """Steps 1 to 8 for row s: a token id, or -1 where none can be drawn."""
-    logits = row.astype(np.float32)  # a copy: log probabilities come from the raw row
+def adjusted(row: Float32, arrays: SamplingArrays, s: int, seats: Seats) -> Float32:
+    """Steps 1 to 3 for row s. A copy: log probabilities come from the raw row."""
+    logits = row.astype(np.float32)
     seats.penalize(logits, int(arrays.seats[s]), arrays.penalties[s])
     bias = slice(arrays.bias_starts[s], arrays.bias_starts[s + 1])
     np.add.at(logits, arrays.bias_ids[bias], arrays.bias_values[bias])
     if arrays.mask is not None:
         bits = np.unpackbits(arrays.mask[s].astype("<u4").view(np.uint8), bitorder="little")
         logits[bits[: len(logits)] == 0] = -np.inf
+    return logits
+
+
+def draw(row: Float32, arrays: SamplingArrays, s: int, seats: Seats) -> int:
+    """Steps 1 to 8 for row s: a token id, or -1 where none can be drawn."""
+    logits = adjusted(row, arrays, s, seats)
     best = int(logits.argmax())  # of a NaN: argmax stops at the first one
     if not np.isfinite(logits[best]):
         return -1

@@ -15,13 +15,33 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from minserve.policy.limits import Limits
-from minserve.policy.pace import StepCost
 from minserve.policy.room import RANK
 from minserve.request import FinishReason, Pool, Request, Usage
 
 _WINDOW = 20_000  # tokens after which what was counted so far weighs half
+
+
+_WEIGHT = 0.2  # of a new measurement in the running means of what steps cost
+
+
+@dataclass(slots=True)
+class StepCost:
+    """What a step takes, in seconds. quantum: fewer prompt tokens than these say nothing of what one costs."""
+
+    quantum: int
+    base: float = 0.0
+    per_token: float = 0.0
+
+    def observe(self, decode_tokens: int, prefill_tokens: int, seconds: float) -> None:
+        """Learn from one finished step."""
+        if prefill_tokens == 0:
+            self.base = _mean(self.base, seconds)
+        elif prefill_tokens >= self.quantum:
+            base = self.base if decode_tokens else 0.0
+            self.per_token = _mean(self.per_token, max(seconds - base, seconds * 0.1) / prefill_tokens)
 
 
 class Forecast:
@@ -122,6 +142,10 @@ class Forecast:
             elif other is not pool:
                 left -= min(live[other], limits.max_seqs - limits.promised_seats(pool))
         return max(1, min(left, limits.pools[pool].max_seqs, fit))
+
+
+def _mean(old: float, new: float) -> float:
+    return new if old == 0.0 else old + _WEIGHT * (new - old)
 
 
 def _list_schedule(seats: int, busy: Sequence[float], waiting: Iterable[float]) -> float:

@@ -29,8 +29,8 @@ class Limits:
     """What one step may use. ValueError, naming the field, if they contradict each other.
 
     chunk_tokens: prompt tokens of a step while somebody decodes. max_rows: logit rows of a step. watermark_blocks: an
-    admission leaves this many free, for those who decode. Seats never exceed tokens or rows: so everybody who decodes
-    gets a token and a row in every step, and no rule has to say who goes without.
+    admission leaves this many free, for those who decode. Seats never exceed tokens or rows: so there is a token and a
+    row for everybody who decodes, in every step.
     decode_worth: prompt tokens that take as long as one decode: what a step has room for when a decode rests.
     paused: pools that get nothing now and are promised nothing; what they hold is lent to the others.
     """

@@ -31,7 +31,7 @@ from minserve.request import Chunk, Pool, StepPlan, View
 
 __all__ = ["Limits", "PlanFunction", "PoolLimits", "order", "plan_step"]
 
-LONGEST_REST = 8  # steps after which a pool of whatever share gets its turn
+LONGEST_REST = 4  # steps after which a pool of whatever share gets its turn
 STUCK = ("blocks", "pool_share")  # reasons to wait that smaller requests may not share
 
 PlanFunction = Callable[[int, Sequence[View], Sequence[View], int, Limits], StepPlan]
@@ -94,7 +94,7 @@ class _Planner:
     # -- rule 2
 
     def _resting(self) -> set[Pool]:
-        """Pools that rest if a higher one reads a prompt: one may do so, and it isn't the turn of theirs."""
+        """Pools whose decodes rest if a higher one reads a prompt: one may do so, and it isn't their turn."""
         resting, reading = set(), False
         for pool in POOLS:
             turn = self.step % LONGEST_REST == 0 or self.limits.promised_tokens(pool, 1, self.step) > 0
@@ -111,7 +111,7 @@ class _Planner:
         return caps
 
     def rests(self, pool: Pool) -> bool:
-        """Whether a pool rests in this step, now that higher ones have what they want."""
+        """Whether a pool's decodes rest in this step, now that higher ones have what they want."""
         if pool not in self.resting:
             return False
         decoding = {view.id for views in self.decoding.values() for view in views}

@@ -74,13 +74,12 @@ def test_bulk_decodes_rest_for_no_other_bulk_work() -> None:
     assert counts(planned) == {"b0": 1, "b1": 1, "b2": 1, "b3": 1, "new": 2}
 
 
-@pytest.mark.parametrize(("share", "turns"), [(0.25, [0, 0, 0, 1]), (0.0, [0, 0, 0, 0, 0, 0, 0, 1])])
-def test_bulk_keeps_its_share_of_the_steps(share: float, turns: list[int]) -> None:
-    """However much the other pool has to read."""
-    limits = make_limits(chunk_tokens=2, pools=pools(token_share=(0.75, share)))
-    steps = [plan([*BULK_DECODES], [view("long", 1000)], step=step, limits=limits) for step in range(1, 17)]
-    assert [counts(planned).get("b0", 0) for planned in steps][: len(turns)] == turns or share
-    assert sum(counts(planned).get("b0", 0) for planned in steps) >= 16 * max(share, 1 / 8)
+@pytest.mark.parametrize(("share", "turns"), [(0.2, {4, 8, 9, 12, 14, 16}), (0.0, {4, 8, 12, 16})])
+def test_bulk_keeps_its_share_of_the_steps(share: float, turns: set[int]) -> None:
+    """However much the other pool has to read; and every fourth, however little it was promised."""
+    limits = make_limits(chunk_tokens=2, pools=pools(token_share=(1 - share, share)))
+    steps = {step: plan([*BULK_DECODES], [view("long", 1000)], step=step, limits=limits) for step in range(1, 17)}
+    assert {step for step, planned in steps.items() if "b0" in counts(planned)} == turns
 
 
 def test_bulk_prompts_fill_half_of_a_step_while_interactive_decodes() -> None:

@@ -143,6 +143,7 @@ def test_a_hangup_reloads_and_the_end_of_the_terminal_ends_the_server(tmp_path: 
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # whoever runs the tests may be under nohup
         text=True,
     )
     os.close(theirs)
@@ -162,4 +163,5 @@ def test_a_hangup_reloads_and_the_end_of_the_terminal_ends_the_server(tmp_path: 
         assert server.wait(20) == 0
     finally:
         server.kill()
+        server.wait()
         server.stdout.close()

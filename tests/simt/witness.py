@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from minserve.backend.numpy_backend import NumpyProgram
-from minserve.backend.sampling import Seats, kept_weights, sample
+from minserve.backend.sampling import Seats, adjusted, kept_weights, sample
 from minserve.batch import Batch, Float32, Sampled, SamplingArrays
 
 # Up to this a token is not compared: logits of float16 and bfloat16 passes differ by about half as much.
@@ -21,13 +21,7 @@ def certainty(row: Float32, arrays: SamplingArrays, s: int, seats: Seats) -> flo
 
     Tenths, since errors of the logits largely cancel in a cumulative probability.
     """
-    logits = row.astype(np.float32)
-    seats.penalize(logits, int(arrays.seats[s]), arrays.penalties[s])
-    bias = slice(arrays.bias_starts[s], arrays.bias_starts[s + 1])
-    np.add.at(logits, arrays.bias_ids[bias], arrays.bias_values[bias])
-    if arrays.mask is not None:
-        bits = np.unpackbits(arrays.mask[s].astype("<u4").view(np.uint8), bitorder="little")
-        logits[bits[: len(logits)] == 0] = -np.inf
+    logits = adjusted(row, arrays, s, seats)
     if arrays.temperature[s] <= 0:
         first, second = np.sort(logits)[-2:][::-1]
         return float(first - second)

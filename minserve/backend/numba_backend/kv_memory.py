@@ -42,7 +42,7 @@ class KVMemory:
             raise BackendError(f"no memory for a KV cache of {num_blocks} blocks; ask for fewer") from error
         self._bytes = words.view(np.uint8)
         self._run_bytes = self._bytes.nbytes // max(1, runs)
-        self._used = -1  # the last run in use, ever
+        self._last = -1  # the last block in use, ever
         self._touched = 0  # bytes from the start
         self.layers: list[LayerCache] = []
         first, at = 0, 0
@@ -64,18 +64,20 @@ class KVMemory:
 
     def touch_ahead(self, slots: Int32) -> None:
         """Before a step that writes to these slots, as they come from the batch."""
-        if self._jump and slots.size:
-            self._used = max(self._used, int(slots.max()) // (self._run * BLOCK))
-            end = min((self._used + 2) * self._run_bytes, self._bytes.nbytes)
-            start = max(self._touched, (self._used + 1) * self._run_bytes)
-            if start < end:
-                self._touched = min(start + PAGE, end)
-                self._bytes[start : self._touched : 4096] = 0  # nobody has written behind the last run
+        if not slots.size:
+            return
+        self._last = max(self._last, int(slots.max()) // BLOCK)
+        behind = (self._last // self._run + 1) * self._run_bytes
+        start, end = max(self._touched, behind), min(behind + self._run_bytes, self._bytes.nbytes)
+        if start < end:
+            self._touched = min(start + PAGE, end)
+            self._bytes[start : self._touched : 4096] = 0  # nobody has written behind the last run
 
     def copy(self, source: Ids, destination: Ids) -> None:
         """Whole blocks, in all layers."""
-        if self._jump and destination.size:
-            self._used = max(self._used, int(destination.max()) // self._run)
+        if not destination.size:
+            return
+        self._last = max(self._last, int(destination.max()))
         for layer in self.layers:
             taken = layer.words[source // self._run, :, source % self._run]
             layer.words[destination // self._run, :, destination % self._run] = taken
