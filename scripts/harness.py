@@ -73,6 +73,11 @@ class Server:
         )
         return self._process
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     def kill(self) -> None:
         """At once, as the kernel does when memory is short."""
         assert self._process is not None
