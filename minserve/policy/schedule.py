@@ -8,8 +8,8 @@ The rules, in the order in which they are applied:
    lower priority first, then arrival (see `order`).
 2. Everybody who decodes gets a token in every step, and prompt tokens are capped while anybody decodes. But in a step
    that reads a higher pool's prompt, lower pools' decodes rest, except in their share of the steps, and their prompts
-   get what they were promised; while a higher pool decodes, half of the cap. So neither first tokens nor later ones
-   wait for lower pools.
+   get what they were promised. While a higher pool decodes, a lower one decodes in one step and reads prompts in the
+   next, half of the cap. So neither first tokens nor later ones wait long for lower pools.
 3. A prompt takes what is left if that ends it, else at most half of it while others stand behind; what nobody took goes
    to the first ones. So a long prompt neither holds up short ones nor is held up by them.
 4. Who can't be admitted is passed by smaller ones, in a bounded number of steps; then nobody passes until it fits.
@@ -31,7 +31,6 @@ from minserve.request import Chunk, Pool, StepPlan, View
 
 __all__ = ["Limits", "PlanFunction", "PoolLimits", "order", "plan_step"]
 
-LONGEST_REST = 4  # steps after which a pool of whatever share gets its turn
 STUCK = ("blocks", "pool_share")  # reasons to wait that smaller requests may not share
 
 PlanFunction = Callable[[int, Sequence[View], Sequence[View], int, Limits], StepPlan]
@@ -43,9 +42,7 @@ def plan_step(
     """Decide one step. `free_blocks` counts blocks that nobody holds, cached ones included; changes nothing."""
     plan = _Planner(step, running, waiting, free_blocks, limits)
     for pool in POOLS:
-        if not plan.rests(pool):
-            plan.decode(pool)
-        plan.prompts(pool)
+        plan.serve(pool)
     plan.hand_out_rest()
     return plan.result()
 
@@ -72,8 +69,9 @@ class _Planner:
         for view in waiting:
             self.waiting[view.pool].append(view)
         decodes = sum(len(views) for views in self.decoding.values())
-        self.resting = self._resting()
-        rested = sum(len(self.decoding[pool]) for pool in self.resting)
+        self.resting = self._resting()  # if a higher pool reads a prompt
+        self.reading = self._reading()  # instead of decoding, if it can
+        rested = sum(len(self.decoding[pool]) for pool in self.resting | self.reading)
         self.decode_tokens = min(decodes - rested, limits.max_step_tokens)
         self.budget = limits.max_step_tokens - self.decode_tokens
         if decodes:
@@ -97,36 +95,53 @@ class _Planner:
         """Pools whose decodes rest if a higher one reads a prompt: one may do so, and it isn't their turn."""
         resting, reading = set(), False
         for pool in POOLS:
-            turn = self.step % LONGEST_REST == 0 or self.limits.promised_tokens(pool, 1, self.step) > 0
-            if reading and not turn:
+            if reading and not self.limits.turn(pool, self.step):
                 resting.add(pool)
             reading |= bool(self.prompt[pool]) or any(not view.blocked for view in self.waiting[pool])
         return resting
 
+    def _reading(self) -> set[Pool]:
+        """Pools that read in this step and decode in the next, because a higher one decodes; not in their turn."""
+        return {p for p in self._below_decodes() if self.step % 2 and not self.limits.turn(p, self.step)}
+
+    def _below_decodes(self) -> set[Pool]:
+        return {pool for pool in POOLS if any(self.decoding[above] for above in POOLS[: RANK[pool]])}
+
     def _caps(self) -> dict[Pool, int]:
-        caps, above = {}, False
-        for pool in POOLS:
-            caps[pool] = max(self.limits.block_size, self.budget // 2) if above else self.limits.max_step_tokens
-            above |= bool(self.decoding[pool])
+        caps = dict.fromkeys(POOLS, self.limits.max_step_tokens)
+        for pool in self._below_decodes():
+            reads = pool in self.reading or not self.decoding[pool]
+            caps[pool] = max(self.limits.block_size, self.budget // 2) if reads else 0
         return caps
 
-    def rests(self, pool: Pool) -> bool:
-        """Whether a pool's decodes rest in this step, now that higher ones have what they want."""
-        if pool not in self.resting:
-            return False
-        decoding = {view.id for views in self.decoding.values() for view in views}
-        if any(part.view.id not in decoding for part in self.granted):
+    def serve(self, pool: Pool) -> None:
+        """A pool's decodes and prompts, now that higher pools have what they want."""
+        read = self._prompts_read()
+        if read and pool in self.resting:
             self.caps[pool] = self.kept
-            return True
+        elif not read and pool in self.reading and self._read(pool):
+            return
+        else:
+            if pool in self.resting | self.reading:
+                self._wake(pool)
+            self._decode(pool)
+        self._read(pool)
+
+    def _prompts_read(self) -> int:
+        """Requests that read their prompts in this step, so far."""
+        decoding = {view.id for views in self.decoding.values() for view in views}
+        return sum(part.view.id not in decoding for part in self.granted)
+
+    def _wake(self, pool: Pool) -> None:
+        """Its decodes don't rest after all: their tokens, and what their time is worth in prompt tokens."""
         decodes, taken = len(self.decoding[pool]), sum(part.count for part in self.granted)
         self.decode_tokens += decodes
         self.budget = self.limits.max_step_tokens - taken - decodes
         if any(self.decoding.values()):
             self.budget = min(self.budget, self.limits.chunk_tokens)
         self.caps[pool] = self._caps()[pool]
-        return False
 
-    def decode(self, pool: Pool) -> None:
+    def _decode(self, pool: Pool) -> None:
         for view in self.decoding[pool]:
             part = self.room.parts.get(view.id)
             if part is not None and self.decode_tokens:
@@ -136,13 +151,18 @@ class _Planner:
 
     # -- rules 3, 4 and 5
 
-    def prompts(self, pool: Pool) -> None:
-        """Running prompts and admissions of one pool, in order; what lower pools were promised is kept for them."""
+    def _read(self, pool: Pool) -> bool:
+        """Running prompts and admissions of one pool, in order; what lower pools were promised is kept for them.
+
+        False if there was nothing to read.
+        """
+        before = self._prompts_read()
         kept = self._promised_below(pool)
         self.kept += kept
         self.budget -= kept
         self._share_out(pool)
         self.budget += kept
+        return self._prompts_read() > before
 
     def hand_out_rest(self) -> None:
         """Prompt tokens that were kept in vain go round again; drafts get what nobody else could use."""

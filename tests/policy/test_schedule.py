@@ -12,9 +12,9 @@ from tests.policy.plans import BULK, INTERACTIVE, counts, decode, make_limits, p
 def test_interactive_before_bulk_and_decodes_before_prompts() -> None:
     running = [decode("bulk", 9, pool=BULK), view("reading", 20, 8), decode("talking", 9)]
     waiting = [view("bulk new", 4, pool=BULK), view("new", 4, arrival=1.0)]
-    planned = plan(running, waiting)
-    assert list(counts(planned)) == ["talking", "reading", "new", "bulk", "bulk new"]
-    assert planned.admitted == ("new", "bulk new")
+    planned = plan(running, waiting, step=2)  # bulk's turn: its decodes don't rest
+    assert list(counts(planned)) == ["talking", "reading", "new", "bulk"]
+    assert list(counts(plan(running, waiting, step=1))) == ["talking", "reading", "new", "bulk new"]
 
 
 @pytest.mark.parametrize(
@@ -74,12 +74,28 @@ def test_bulk_decodes_rest_for_no_other_bulk_work() -> None:
     assert counts(planned) == {"b0": 1, "b1": 1, "b2": 1, "b3": 1, "new": 2}
 
 
-@pytest.mark.parametrize(("share", "turns"), [(0.2, {4, 8, 9, 12, 14, 16}), (0.0, {4, 8, 12, 16})])
+@pytest.mark.parametrize(("share", "turns"), [(0.5, {1, 3, 5, 7, 9}), (0.2, {2, 5, 8}), (0.0, {2, 5, 8})])
 def test_bulk_keeps_its_share_of_the_steps(share: float, turns: set[int]) -> None:
-    """However much the other pool has to read; and every fourth, however little it was promised."""
+    """However much the other pool has to read; and every third, however little it was promised."""
     limits = make_limits(chunk_tokens=2, pools=pools(token_share=(1 - share, share)))
-    steps = {step: plan([*BULK_DECODES], [view("long", 1000)], step=step, limits=limits) for step in range(1, 17)}
+    steps = {step: plan([*BULK_DECODES], [view("long", 1000)], step=step, limits=limits) for step in range(10)}
     assert {step for step, planned in steps.items() if "b0" in counts(planned)} == turns
+
+
+@pytest.mark.parametrize(("step", "does"), [(1, "read"), (2, "decode"), (3, "read"), (4, "decode"), (5, "decode")])
+def test_bulk_decodes_in_one_step_and_reads_in_the_next_while_interactive_decodes(step: int, does: str) -> None:
+    """So its steps are short. Step 5 is its turn, odd or not. The time of decodes that rest is room for prompts."""
+    reading = view("reading", 1000, 8, pool=BULK)
+    served = counts(plan([decode("i", 9), *BULK_DECODES, reading], [], step=step, chunk_tokens=8))
+    assert served == {"i": 1} | ({"reading": 6} if does == "read" else {v.id: 1 for v in BULK_DECODES})
+    assert len(counts(plan([*BULK_DECODES, reading], [], step=step, chunk_tokens=8))) == 5, "alone it does both"
+
+
+def test_bulk_decodes_in_every_step_if_it_has_nothing_to_read() -> None:
+    stuck = view("stuck", 1000, pool=BULK)
+    for step in range(6):
+        planned = plan([decode("i", 9), *BULK_DECODES], [stuck], free=2, step=step, chunk_tokens=8)
+        assert counts(planned) == {"i": 1} | {v.id: 1 for v in BULK_DECODES}
 
 
 def test_bulk_prompts_fill_half_of_a_step_while_interactive_decodes() -> None:
@@ -254,7 +270,7 @@ def test_blocks_are_lent_until_the_other_pool_wants_them() -> None:
     new = view("new", 100)  # 25 blocks
     limits = make_limits(num_blocks=100)
     assert plan(running, [new], free=30, limits=limits).admitted == ("new",)
-    planned = plan(running, [new, view("bulk", 80, pool=BULK)], free=30, limits=limits)
+    planned = plan(running, [new, view("bulk", 80, pool=BULK)], free=30, step=1, limits=limits)
     assert planned.admitted == ("bulk",)
     assert planned.waits == {"pool_share": 1}
 
