@@ -110,7 +110,7 @@ class Request:
     that hold those rows, in order. seat: small stable integer while running, else -1. group: requests that share one
     prompt (n > 1); one of them leads, the others wait for its prompt. cached: prompt tokens found in the prefix index
     before they were ever computed. scored: how many prompt positions have their log probability. since: the step it
-    was submitted in. skips: steps in which a later request overtook it.
+    was submitted in. skips: steps since its last chunk in which others went before it.
     """
 
     id: str
@@ -201,8 +201,9 @@ class StepPlan:
     """What one step will do. Pure data: planning changes no state.
 
     admitted: ids that leave the queue (forks included). preempted: ids that lose their blocks and go back to its
-    front. exhausted: ids that can't grow although they are alone; they finish with LENGTH. skipped: waiting ids that
-    a later request overtakes in this step. waits: why requests still wait, reason -> how many: seats, blocks,
+    front. exhausted: ids that can't grow although they are alone; they finish with LENGTH. skipped: ids that
+    others overtake in this step: waiting ones, by a later request, and decodes that get no token so that others may
+    read their prompts. waits: why requests still wait, reason -> how many: seats, blocks,
     step_budget, rows, pool_share (the other pool's promised part), prefix (being computed), group (for their leader),
     queue (behind those who could be looked at).
     """

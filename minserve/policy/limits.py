@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from minserve.request import Pool
 
-LEAST_TURNS = 1 / 3  # of the steps, for a pool of whatever share
-
 
 @dataclass(frozen=True, slots=True)
 class PoolLimits:
@@ -91,11 +89,6 @@ class Limits:
         """The pool's part of `budget` prompt tokens in this step: whole numbers that add up to the share over steps."""
         part = self._token_share(pool) * budget
         return int((step + 1) * part) - int(step * part)
-
-    def turn(self, pool: Pool, step: int) -> bool:
-        """Whether this is one of the steps that make up the pool's share of them."""
-        share = max(LEAST_TURNS, self._token_share(pool))
-        return int((step + 1) * share) > int(step * share)
 
     def _token_share(self, pool: Pool) -> float:
         if pool in self.paused:

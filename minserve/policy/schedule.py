@@ -7,9 +7,9 @@ The rules, in the order in which they are applied:
 1. Pools in order (interactive, bulk); in a pool those who decode, then prompts: running ones and admissions together,
    lower priority first, then arrival (see `order`).
 2. Everybody who decodes gets a token in every step, and prompt tokens are capped while anybody decodes. But in a step
-   that reads a higher pool's prompt, lower pools' decodes rest, except in their share of the steps, and their prompts
-   get what they were promised. While a higher pool decodes, a lower one decodes in one step and reads prompts in the
-   next, half of the cap. So neither first tokens nor later ones wait long for lower pools.
+   that reads a higher pool's prompt, lower pools' decodes rest, if they did not in the step before, and their prompts
+   get what they were promised. While a higher pool decodes, a lower one decodes in even steps and reads prompts in odd
+   ones, half of the cap. So neither first tokens nor later ones wait long for lower pools.
 3. A prompt takes what is left if that ends it, else at most half of it while others stand behind; what nobody took goes
    to the first ones. So a long prompt neither holds up short ones nor is held up by them.
 4. Who can't be admitted is passed by smaller ones, in a bounded number of steps; then nobody passes until it fits.
@@ -84,6 +84,7 @@ class _Planner:
         self.spare_rows = self.rows = max(
             0, limits.max_rows - min(limits.max_seqs, len(running) + len(waiting) + forks)
         )
+        self.rested: list[View] = []  # decodes without their token because of a higher pool's prompt
         self.granted: list[Part] = []  # those with a chunk, in the order of the plan
         self.admitted: list[str] = []
         self.refused: dict[str, str] = dict.fromkeys(paused, "paused")
@@ -92,17 +93,21 @@ class _Planner:
     # -- rule 2
 
     def _resting(self) -> set[Pool]:
-        """Pools whose decodes rest if a higher one reads a prompt: one may do so, and it isn't their turn."""
+        """Pools whose decodes rest if a higher one reads a prompt: one may do so, and they did not just rest."""
         resting, reading = set(), False
         for pool in POOLS:
-            if reading and not self.limits.turn(pool, self.step):
+            if reading and not self._rested(pool):
                 resting.add(pool)
             reading |= bool(self.prompt[pool]) or any(not view.blocked for view in self.waiting[pool])
         return resting
 
     def _reading(self) -> set[Pool]:
-        """Pools that read in this step and decode in the next, because a higher one decodes; not in their turn."""
-        return {p for p in self._below_decodes() if self.step % 2 and not self.limits.turn(p, self.step)}
+        """Pools that read in this step and decode in the next, because a higher one decodes."""
+        return {pool for pool in self._below_decodes() if self.step % 2 and not self._rested(pool)}
+
+    def _rested(self, pool: Pool) -> bool:
+        """Whether its decodes rested in the last step."""
+        return any(view.skips for view in self.decoding[pool])
 
     def _below_decodes(self) -> set[Pool]:
         return {pool for pool in POOLS if any(self.decoding[above] for above in POOLS[: RANK[pool]])}
@@ -118,13 +123,15 @@ class _Planner:
         """A pool's decodes and prompts, now that higher pools have what they want."""
         read = self._prompts_read()
         if read and pool in self.resting:
-            self.caps[pool] = self.kept
+            self.rested += self.decoding[pool]
         elif not read and pool in self.reading and self._read(pool):
             return
         else:
             if pool in self.resting | self.reading:
                 self._wake(pool)
             self._decode(pool)
+        if read:
+            self.caps[pool] = self.kept
         self._read(pool)
 
     def _prompts_read(self) -> int:
@@ -220,7 +227,7 @@ class _Planner:
             admitted=(*self.admitted, *(fork for part in self.granted for fork in part.forks)),
             preempted=tuple(self.room.preempted),
             exhausted=tuple(self.exhausted),
-            skipped=tuple(view.id for pool in POOLS for view in self._overtaken(pool)),
+            skipped=tuple(view.id for view in self._skipped()),
             waits=Counter(self.refused.values()),
         )
 
@@ -258,6 +265,10 @@ class _Planner:
             if views and starving(views[0]) and not self.room.seats[pool]:
                 closed.update({above: "pool_share" for above in POOLS if RANK[above] < RANK[pool]})
         return closed
+
+    def _skipped(self) -> list[View]:
+        resting = [view for view in self.rested if view.id in self.room.parts]
+        return resting + [view for pool in POOLS for view in self._overtaken(pool)]
 
     def _overtaken(self, pool: Pool) -> list[View]:
         """Waiting requests that did not fit while a later one of their pool, or one of a higher pool, came in."""

@@ -12,9 +12,9 @@ from tests.policy.plans import BULK, INTERACTIVE, counts, decode, make_limits, p
 def test_interactive_before_bulk_and_decodes_before_prompts() -> None:
     running = [decode("bulk", 9, pool=BULK), view("reading", 20, 8), decode("talking", 9)]
     waiting = [view("bulk new", 4, pool=BULK), view("new", 4, arrival=1.0)]
-    planned = plan(running, waiting, step=2)  # bulk's turn: its decodes don't rest
-    assert list(counts(planned)) == ["talking", "reading", "new", "bulk"]
-    assert list(counts(plan(running, waiting, step=1))) == ["talking", "reading", "new", "bulk new"]
+    assert list(counts(plan(running, waiting))) == ["talking", "reading", "new", "bulk new"]
+    running[0] = decode("bulk", 9, pool=BULK, skips=1)
+    assert list(counts(plan(running, waiting))) == ["talking", "reading", "new", "bulk", "bulk new"]
 
 
 @pytest.mark.parametrize(
@@ -74,28 +74,30 @@ def test_bulk_decodes_rest_for_no_other_bulk_work() -> None:
     assert counts(planned) == {"b0": 1, "b1": 1, "b2": 1, "b3": 1, "new": 2}
 
 
-@pytest.mark.parametrize(("share", "turns"), [(0.5, {1, 3, 5, 7, 9}), (0.2, {2, 5, 8}), (0.0, {2, 5, 8})])
-def test_bulk_keeps_its_share_of_the_steps(share: float, turns: set[int]) -> None:
-    """However much the other pool has to read; and every third, however little it was promised."""
-    limits = make_limits(chunk_tokens=2, pools=pools(token_share=(1 - share, share)))
-    steps = {step: plan([*BULK_DECODES], [view("long", 1000)], step=step, limits=limits) for step in range(10)}
-    assert {step for step, planned in steps.items() if "b0" in counts(planned)} == turns
+NAMES = tuple(view.id for view in BULK_DECODES)
 
 
-@pytest.mark.parametrize(("step", "does"), [(1, "read"), (2, "decode"), (3, "read"), (4, "decode"), (5, "decode")])
-def test_bulk_decodes_in_one_step_and_reads_in_the_next_while_interactive_decodes(step: int, does: str) -> None:
-    """So its steps are short. Step 5 is its turn, odd or not. The time of decodes that rest is room for prompts."""
-    reading = view("reading", 1000, 8, pool=BULK)
-    served = counts(plan([decode("i", 9), *BULK_DECODES, reading], [], step=step, chunk_tokens=8))
-    assert served == {"i": 1} | ({"reading": 6} if does == "read" else {v.id: 1 for v in BULK_DECODES})
-    assert len(counts(plan([*BULK_DECODES, reading], [], step=step, chunk_tokens=8))) == 5, "alone it does both"
+def test_bulk_does_not_rest_in_two_steps_in_a_row() -> None:
+    """However much the other pool has to read. Who rests is said to be skipped, so that the next plan knows."""
+    planned = plan([*BULK_DECODES], [view("long", 1000)], chunk_tokens=2)
+    assert (counts(planned), planned.skipped) == ({"long": 6}, NAMES)
+    rested = [view._replace(skips=1) for view in BULK_DECODES]
+    planned = plan(rested, [view("long", 1000)], chunk_tokens=2)
+    assert (counts(planned), planned.skipped) == ({"long": 2} | dict.fromkeys(NAMES, 1), ())
+
+
+def test_bulk_reads_in_odd_steps_and_decodes_in_even_ones_while_interactive_decodes() -> None:
+    """So its steps are short. The time of decodes that rest is room for prompts."""
+    running = [*BULK_DECODES, view("reading", 1000, 8, pool=BULK)]
+    assert counts(plan([decode("i", 9), *running], [], step=1, chunk_tokens=8)) == {"i": 1, "reading": 6}
+    assert counts(plan([decode("i", 9), *running], [], step=2, chunk_tokens=8)) == {"i": 1} | dict.fromkeys(NAMES, 1)
+    assert len(counts(plan(running, [], step=1, chunk_tokens=8))) == 5, "alone it does both"
 
 
 def test_bulk_decodes_in_every_step_if_it_has_nothing_to_read() -> None:
     stuck = view("stuck", 1000, pool=BULK)
-    for step in range(6):
-        planned = plan([decode("i", 9), *BULK_DECODES], [stuck], free=2, step=step, chunk_tokens=8)
-        assert counts(planned) == {"i": 1} | {v.id: 1 for v in BULK_DECODES}
+    planned = plan([decode("i", 9), *BULK_DECODES], [stuck], free=2, step=1, chunk_tokens=8)
+    assert counts(planned) == {"i": 1} | dict.fromkeys(NAMES, 1)
 
 
 def test_bulk_prompts_fill_half_of_a_step_while_interactive_decodes() -> None:

@@ -58,7 +58,7 @@ def views(draw: st.DrawFn, name: str, size: int, *, waits: bool, blocked: bool =
         age=draw(st.sampled_from([0, 1, 60, 130])),
         preemptions=draw(st.sampled_from([0, 0, 0, 1, MAX_PREEMPTIONS])),
         limit=known + draw(st.integers(0, 40)),
-        skips=draw(st.sampled_from([0, 0, 0, MAX_SKIPS, 300])),
+        skips=draw(st.sampled_from([0, 0, 0, MAX_SKIPS, 300] if waits else [0, 0, 0, 1])),
         free_hits=draw(st.integers(0, blocks)) if waits else 0,
         blocked=blocked,
         forks=tuple(f"{name}#{i}" for i in range(draw(st.sampled_from([0, 0, 0, 1, 3])))),
@@ -141,7 +141,8 @@ def test_a_plan_names_everybody_in_one_role(world: World) -> None:
     assert set(chunks) <= running | newcomers
     assert set(plan.preempted) <= running - set(chunks)
     assert not set(plan.exhausted) & (set(chunks) | set(plan.preempted))
-    assert set(plan.skipped) <= waiting - newcomers
+    decoding = {v.id for v in world.running if v.known - v.computed == 1}
+    assert set(plan.skipped) <= (waiting - newcomers) | (decoding - set(chunks) - set(plan.preempted))
     assert sum(plan.waits.values()) == len(waiting - newcomers - set(plan.exhausted))
     for chunk in plan.chunks:
         view = views[chunk.request_id]
@@ -154,19 +155,18 @@ def test_a_plan_names_everybody_in_one_role(world: World) -> None:
 @thorough
 @given(worlds())
 def test_nobody_decodes_in_vain(world: World) -> None:
-    """Without its token in a step remains only who had no block for it, rests for a higher pool's prompt, or whose
-    pool reads while a higher one decodes."""
+    """Without its token in a step remains only who had no block for it, who rests because a higher pool reads, and is
+    said to be skipped, or whose pool reads in odd steps while a higher one decodes."""
     plan = world.plan()
-    read = {chunk.request_id for chunk in plan.chunks} - {v.id for v in world.running if v.known - v.computed == 1}
-    above = any(v.pool is Pool.INTERACTIVE and v.known - v.computed == 1 for v in world.running)
-    alternates = above and any(world.views[name].pool is Pool.BULK for name in read)
-    reading = any(v.pool is Pool.INTERACTIVE and v.known - v.computed > 1 for v in (*world.running, *world.waiting))
+    decoding = {v.id for v in world.running if v.known - v.computed == 1}
+    read = {world.views[chunk.request_id].pool for chunk in plan.chunks if chunk.request_id not in decoding}
+    above = any(world.views[name].pool is Pool.INTERACTIVE for name in decoding)
+    alternates = above and world.step % 2 == 1 and read == {Pool.BULK}
     served = {chunk.request_id for chunk in plan.chunks} | set(plan.preempted) | set(plan.exhausted)
-    for view in world.running:
-        if view.known - view.computed == 1 and view.id not in served:
-            rests = view.pool is Pool.BULK and (reading or alternates)
-            full = view.blocks * world.limits.block_size == view.computed
-            assert rests or full, "there was room in its last block"
+    for view in (world.views[name] for name in decoding - served):
+        rests = view.pool is Pool.BULK and (view.id in plan.skipped if Pool.INTERACTIVE in read else alternates)
+        full = view.blocks * world.limits.block_size == view.computed
+        assert rests or full, "there was room in its last block"
 
 
 @thorough
