@@ -110,7 +110,7 @@ class Request:
     that hold those rows, in order. seat: small stable integer while running, else -1. group: requests that share one
     prompt (n > 1); one of them leads, the others wait for its prompt. cached: prompt tokens found in the prefix index
     before they were ever computed. scored: how many prompt positions have their log probability. since: the step it
-    was submitted in. skips: steps since its last chunk in which others went before it.
+    was submitted in. skips: steps in which others went before it, less those that made up for it since it runs.
     """
 
     id: str

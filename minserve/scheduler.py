@@ -150,9 +150,10 @@ class Scheduler:
             self._running[request_id] = request
             if request_id not in forks:  # found blocks are held before anything is allocated, which could evict them
                 self._cache.seat(request)
+                request.skips = 0
         for chunk in plan.chunks:
             request = self.requests[chunk.request_id]
-            request.skips = 0
+            request.skips = max(0, request.skips - 1)
             self._cache.grow(request, chunk.start + chunk.count)
         for fork, leader in forks.items():
             self._cache.fork(self.requests[leader], self.requests[fork])

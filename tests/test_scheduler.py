@@ -358,6 +358,15 @@ def test_bulk_keeps_its_share_under_saturating_interactive_load() -> None:  # bu
     assert 0.1 <= share <= 0.35
 
 
+def test_bulk_decodes_rest_at_most_twice_in_a_row_and_in_half_of_the_steps() -> None:
+    d = driver(max_seqs=8, max_step_tokens=32, chunk_tokens=4, num_blocks=100, max_rows=16)
+    bulk = d.submit("b", prompt(4), pool=BULK, max_tokens=40)[0]
+    d.step()
+    d.submit("i", prompt(150, 1), max_tokens=1)
+    served = ["b" if any(c.request_id == bulk for c in d.step().chunks) else "-" for _ in range(12)]
+    assert "".join(served) == "--b-b-b-b-b-"
+
+
 def test_one_seat_is_no_reason_to_starve(monkeypatch: pytest.MonkeyPatch) -> None:  # bug: 59
     monkeypatch.setattr(room, "MAX_SKIPS_BELOW", 10)
     d = flooded(max_seqs=1)

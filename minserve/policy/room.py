@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from minserve.policy.limits import Limits
+from minserve.policy.part import Part
 from minserve.request import Pool, View
 
 AGE_STEPS = 64  # steps of waiting that outweigh one level of priority
@@ -32,23 +32,6 @@ def order(view: View) -> tuple[int, float, str]:
 def starving(view: View) -> bool:
     """Overtaken so often that promises to others no longer hold it back."""
     return view.skips >= (MAX_SKIPS if RANK[view.pool] == 0 else MAX_SKIPS_BELOW)
-
-
-@dataclass(slots=True)
-class Part:
-    """What one running request has of a step. held: blocks. debt: blocks it lacks for the rest of its known tokens,
-    which admissions leave to it, so that who runs gets there without preemption. count: tokens of its chunk."""
-
-    view: View
-    held: int
-    debt: int
-    count: int = 0
-    draft: tuple[int, ...] = ()
-    forks: tuple[str, ...] = ()
-
-    @property
-    def end(self) -> int:
-        return self.view.computed + self.count
 
 
 class Room:

@@ -7,9 +7,9 @@ The rules, in the order in which they are applied:
 1. Pools in order (interactive, bulk); in a pool those who decode, then prompts: running ones and admissions together,
    lower priority first, then arrival (see `order`).
 2. Everybody who decodes gets a token in every step, and prompt tokens are capped while anybody decodes. But in a step
-   that reads a higher pool's prompt, lower pools' decodes rest, if they did not in the step before, and their prompts
-   get what they were promised. While a higher pool decodes, a lower one decodes in even steps and reads prompts in odd
-   ones, half of the cap. So neither first tokens nor later ones wait long for lower pools.
+   that reads a higher pool's prompt, lower pools' decodes rest, unless they still have to make up for two rests, and
+   their prompts get what they were promised. While a higher pool decodes, a lower one decodes in even steps and reads
+   prompts in odd ones, half of the cap. So neither first tokens nor later ones wait long for lower pools.
 3. A prompt takes what is left if that ends it, else at most half of it while others stand behind; what nobody took goes
    to the first ones. So a long prompt neither holds up short ones nor is held up by them.
 4. Who can't be admitted is passed by smaller ones, in a bounded number of steps; then nobody passes until it fits.
@@ -25,9 +25,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from minserve.policy import turns
 from minserve.policy.limits import Limits, PoolLimits
-from minserve.policy.room import MAX_SKIPS, POOLS, RANK, Part, Room, order, starving
-from minserve.request import Chunk, Pool, StepPlan, View
+from minserve.policy.part import Part
+from minserve.policy.room import MAX_SKIPS, POOLS, RANK, Room, order, starving
+from minserve.request import Pool, StepPlan, View
 
 __all__ = ["Limits", "PlanFunction", "PoolLimits", "order", "plan_step"]
 
@@ -69,8 +71,9 @@ class _Planner:
         for view in waiting:
             self.waiting[view.pool].append(view)
         decodes = sum(len(views) for views in self.decoding.values())
-        self.resting = self._resting()  # if a higher pool reads a prompt
-        self.reading = self._reading()  # instead of decoding, if it can
+        self.wanting = {pool: self.prompt[pool] + [v for v in self.waiting[pool] if not v.blocked] for pool in POOLS}
+        self.resting = turns.resting(self.decoding, self.wanting)
+        self.reading = turns.reading(self.decoding, step)
         rested = sum(len(self.decoding[pool]) for pool in self.resting | self.reading)
         self.decode_tokens = min(decodes - rested, limits.max_step_tokens)
         self.budget = limits.max_step_tokens - self.decode_tokens
@@ -92,29 +95,9 @@ class _Planner:
 
     # -- rule 2
 
-    def _resting(self) -> set[Pool]:
-        """Pools whose decodes rest if a higher one reads a prompt: one may do so, and they did not just rest."""
-        resting, reading = set(), False
-        for pool in POOLS:
-            if reading and not self._rested(pool):
-                resting.add(pool)
-            reading |= bool(self.prompt[pool]) or any(not view.blocked for view in self.waiting[pool])
-        return resting
-
-    def _reading(self) -> set[Pool]:
-        """Pools that read in this step and decode in the next, because a higher one decodes."""
-        return {pool for pool in self._below_decodes() if self.step % 2 and not self._rested(pool)}
-
-    def _rested(self, pool: Pool) -> bool:
-        """Whether its decodes rested in the last step."""
-        return any(view.skips for view in self.decoding[pool])
-
-    def _below_decodes(self) -> set[Pool]:
-        return {pool for pool in POOLS if any(self.decoding[above] for above in POOLS[: RANK[pool]])}
-
     def _caps(self) -> dict[Pool, int]:
         caps = dict.fromkeys(POOLS, self.limits.max_step_tokens)
-        for pool in self._below_decodes():
+        for pool in turns.below(self.decoding):
             reads = pool in self.reading or not self.decoding[pool]
             caps[pool] = max(self.limits.block_size, self.budget // 2) if reads else 0
         return caps
@@ -178,7 +161,7 @@ class _Planner:
                 self._share_out(pool)
         tokens = self.limits.max_step_tokens - sum(part.count for part in self.granted)
         for part in self.granted:
-            if part.view.draft and _samples(part) and not part.forks:
+            if part.view.draft and part.samples and not part.forks:
                 tokens -= self._draft(part, tokens)
 
     def _share_out(self, pool: Pool) -> None:
@@ -214,16 +197,16 @@ class _Planner:
         if not part.count:
             self.granted.append(part)
         if scores:
-            self.rows += _extra_rows(part, part.end) - _extra_rows(part, end)
+            self.rows += part.extra_rows(part.end) - part.extra_rows(end)
         part.count = end - view.computed
-        if view.forks and _samples(part):
+        if view.forks and part.samples:
             self._fork(part)
         return end - start
 
     def result(self) -> StepPlan:
         return StepPlan(
             step=self.step,
-            chunks=tuple(_chunk(part) for part in self.granted),
+            chunks=tuple(part.chunk() for part in self.granted),
             admitted=(*self.admitted, *(fork for part in self.granted for fork in part.forks)),
             preempted=tuple(self.room.preempted),
             exhausted=tuple(self.exhausted),
@@ -287,8 +270,7 @@ class _Planner:
         promised = 0
         for below in POOLS:
             if RANK[below] > RANK[pool]:
-                wanting = [v for v in self.waiting[below] if not v.blocked] + self.prompt[below]
-                wanted = sum(view.known - view.computed for view in wanting)
+                wanted = sum(view.known - view.computed for view in self.wanting[below])
                 promised += min(wanted, self.limits.promised_tokens(below, self.step_budget, self.step))
         return min(promised, self.budget)
 
@@ -311,30 +293,7 @@ class _Planner:
 
     def _rows_reach(self, part: Part, end: int) -> int:
         """How far the chunk may go so that its logit rows fit: its own one and what is left of the others."""
-        allowed = 1 + _extra_rows(part, part.end) + self.rows
-        if _extra_rows(part, end) < allowed:
+        allowed = 1 + part.extra_rows(part.end) + self.rows
+        if part.extra_rows(end) < allowed:
             return end
         return min(end, max(part.view.computed, part.view.scored[0]) + allowed)
-
-
-def _samples(part: Part) -> bool:
-    """The chunk reaches the end of the known tokens, and another one is wanted."""
-    return part.end == part.view.known < part.view.limit
-
-
-def _scored(view: View, end: int) -> int:
-    """Rows to score in a chunk of this request that ends at `end`."""
-    return max(0, min(end, view.scored[1]) - max(view.computed, view.scored[0]))
-
-
-def _extra_rows(part: Part, end: int) -> int:
-    """Logit rows of a chunk up to `end`, beyond the one that every seat keeps."""
-    view = part.view
-    return max(0, _scored(view, end) + (end == view.known < view.limit) - 1)
-
-
-def _chunk(part: Part) -> Chunk:
-    view, drafts = part.view, len(part.draft)
-    samples = 1 + drafts if _samples(part) else 0
-    scored = _scored(view, part.end) if view.scored[1] else 0
-    return Chunk(view.id, view.computed, part.count + drafts, samples, part.draft, scored, part.forks)

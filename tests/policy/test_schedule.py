@@ -3,6 +3,7 @@
 import pytest
 
 from minserve.policy.room import AGE_STEPS, MAX_PREEMPTIONS, MAX_SKIPS, MAX_SKIPS_BELOW
+from minserve.policy.turns import MAX_RESTS
 from minserve.request import View
 from tests.policy.plans import BULK, INTERACTIVE, counts, decode, make_limits, plan, pools, view
 
@@ -13,7 +14,7 @@ def test_interactive_before_bulk_and_decodes_before_prompts() -> None:
     running = [decode("bulk", 9, pool=BULK), view("reading", 20, 8), decode("talking", 9)]
     waiting = [view("bulk new", 4, pool=BULK), view("new", 4, arrival=1.0)]
     assert list(counts(plan(running, waiting))) == ["talking", "reading", "new", "bulk new"]
-    running[0] = decode("bulk", 9, pool=BULK, skips=1)
+    running[0] = decode("bulk", 9, pool=BULK, skips=MAX_RESTS)
     assert list(counts(plan(running, waiting))) == ["talking", "reading", "new", "bulk", "bulk new"]
 
 
@@ -77,12 +78,12 @@ def test_bulk_decodes_rest_for_no_other_bulk_work() -> None:
 NAMES = tuple(view.id for view in BULK_DECODES)
 
 
-def test_bulk_does_not_rest_in_two_steps_in_a_row() -> None:
+def test_bulk_rests_no_more_before_it_has_made_up_for_two_rests() -> None:
     """However much the other pool has to read. Who rests is said to be skipped, so that the next plan knows."""
-    planned = plan([*BULK_DECODES], [view("long", 1000)], chunk_tokens=2)
-    assert (counts(planned), planned.skipped) == ({"long": 6}, NAMES)
-    rested = [view._replace(skips=1) for view in BULK_DECODES]
-    planned = plan(rested, [view("long", 1000)], chunk_tokens=2)
+    for rests in range(MAX_RESTS):
+        planned = plan([v._replace(skips=rests) for v in BULK_DECODES], [view("long", 1000)], chunk_tokens=2)
+        assert (counts(planned), planned.skipped) == ({"long": 6}, NAMES)
+    planned = plan([v._replace(skips=MAX_RESTS) for v in BULK_DECODES], [view("long", 1000)], chunk_tokens=2)
     assert (counts(planned), planned.skipped) == ({"long": 2} | dict.fromkeys(NAMES, 1), ())
 
 
