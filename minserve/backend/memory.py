@@ -13,6 +13,7 @@ import os
 import sys
 from pathlib import Path
 
+_M_MMAP_THRESHOLD = -3  # malloc.h
 UNKNOWN = 1 << 30  # what we dare to assume where no source answers
 
 
@@ -30,11 +31,19 @@ def available_memory(root: Path = Path("/")) -> int:
 
 
 def give_back() -> None:
-    """Return to the operating system what loading a model needed and freed: the C library would keep it."""
+    """Return to the operating system what loading a model needed and freed: the C library would keep it.
+
+    And serve large allocations from pages of their own again, as before loading. glibc raises the size from which it
+    does so to that of the largest array that was freed (mallopt(3)). From then on the 256 KiB that asyncio allocates
+    for each read, and shrinks to what came, leave a hole in the heap beside every request body that lives on: a
+    server's memory grew by 170 bytes a request, and never stopped.
+    """
     gc.collect()
     if sys.platform == "linux":
         with contextlib.suppress(AttributeError, OSError):  # only glibc can
-            ctypes.CDLL(None).malloc_trim(0)
+            libc = ctypes.CDLL(None)
+            libc.mallopt(_M_MMAP_THRESHOLD, 256 * 1024)
+            libc.malloc_trim(0)
 
 
 def _meminfo(path: Path) -> int | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from minserve.backend.memory import available_memory, cgroup_headrooms
+from minserve.backend.memory import available_memory, cgroup_headrooms, give_back
 
 GIB = 1 << 30
 linux = pytest.mark.skipif(sys.platform in ("win32", "darwin"), reason="/proc and cgroups are Linux's")
@@ -89,3 +91,29 @@ def test_v1_limits_count_and_its_no_limit_does_not(tmp_path: Path) -> None:
 def test_unreadable_numbers_are_no_limit(tmp_path: Path) -> None:
     tree(tmp_path, MEMINFO | {"proc/self/cgroup": "0::/a/b\n"} | v2(OWN, "lots", GIB))
     assert available_memory(tmp_path) == 20 * GIB
+
+
+def test_after_loading_large_allocations_have_pages_of_their_own_again() -> None:
+    """Freed arrays raise glibc's threshold for that; left there, asyncio's read buffers shred the heap."""
+    if not hasattr(ctypes.CDLL(None), "mallinfo2"):
+        pytest.skip("only glibc since 2.33 tells how its memory is made up")
+    np.ones(1 << 20)
+    give_back()
+    assert _has_pages_of_its_own(1 << 18)
+
+
+def _has_pages_of_its_own(size: int) -> bool:
+    class Mallinfo2(ctypes.Structure):
+        _fields_ = [
+            (name, ctypes.c_size_t)
+            for name in ["arena", "ordblks", "smblks", "hblks", "hblkhd", "a", "b", "c", "d", "e"]
+        ]
+
+    libc = ctypes.CDLL(None)
+    libc.mallinfo2.restype = Mallinfo2
+    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    before = libc.mallinfo2().hblks
+    address = libc.malloc(size)
+    after = libc.mallinfo2().hblks
+    libc.free(address)
+    return bool(after > before)
