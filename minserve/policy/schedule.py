@@ -44,7 +44,8 @@ def plan_step(
     """Decide one step. `free_blocks` counts blocks that nobody holds, cached ones included; changes nothing."""
     plan = _Planner(step, running, waiting, free_blocks, limits)
     for pool in POOLS:
-        plan.serve(pool)
+        if plan.decoding[pool] or plan.wanting[pool] or plan.waiting[pool]:
+            plan.serve(pool)
     plan.hand_out_rest()
     return plan.result()
 
@@ -72,15 +73,18 @@ class _Planner:
             self.waiting[view.pool].append(view)
         decodes = sum(len(views) for views in self.decoding.values())
         self.wanting = {pool: self.prompt[pool] + [v for v in self.waiting[pool] if not v.blocked] for pool in POOLS}
+        self.below = turns.below(self.decoding)
         self.resting = turns.resting(self.decoding, self.wanting)
         self.reading = turns.reading(self.decoding, step)
-        rested = sum(len(self.decoding[pool]) for pool in self.resting | self.reading)
+        self.absent = self.resting | self.reading
+        rested = sum(len(self.decoding[pool]) for pool in self.absent)
         self.decode_tokens = min(decodes - rested, limits.max_step_tokens)
         self.budget = limits.max_step_tokens - self.decode_tokens
         if decodes:
             self.budget = min(self.budget, limits.chunk_tokens + int(rested * limits.decode_worth))
         self.caps = self._caps()  # of prompt tokens, per pool
         self.step_budget = self.budget
+        self.read = 0  # prompt tokens granted
         self.kept = 0  # prompt tokens that higher pools left to lower ones
         # Every seat in use keeps a row; what is beyond them may go to scored rows and drafts.
         forks = sum(len(view.forks) for view in (*running, *waiting))
@@ -97,30 +101,25 @@ class _Planner:
 
     def _caps(self) -> dict[Pool, int]:
         caps = dict.fromkeys(POOLS, self.limits.max_step_tokens)
-        for pool in turns.below(self.decoding):
+        for pool in self.below:
             reads = pool in self.reading or not self.decoding[pool]
             caps[pool] = max(self.limits.block_size, self.budget // 2) if reads else 0
         return caps
 
     def serve(self, pool: Pool) -> None:
         """A pool's decodes and prompts, now that higher pools have what they want."""
-        read = self._prompts_read()
+        read = self.read > 0
         if read and pool in self.resting:
             self.rested += self.decoding[pool]
         elif not read and pool in self.reading and self._read(pool):
             return
         else:
-            if pool in self.resting | self.reading:
+            if pool in self.absent:
                 self._wake(pool)
             self._decode(pool)
         if read:
             self.caps[pool] = self.kept
         self._read(pool)
-
-    def _prompts_read(self) -> int:
-        """Requests that read their prompts in this step, so far."""
-        decoding = {view.id for views in self.decoding.values() for view in views}
-        return sum(part.view.id not in decoding for part in self.granted)
 
     def _wake(self, pool: Pool) -> None:
         """Its decodes don't rest after all: their tokens, and what their time is worth in prompt tokens."""
@@ -146,13 +145,13 @@ class _Planner:
 
         False if there was nothing to read.
         """
-        before = self._prompts_read()
+        before = self.read
         kept = self._promised_below(pool)
         self.kept += kept
         self.budget -= kept
         self._share_out(pool)
         self.budget += kept
-        return self._prompts_read() > before
+        return self.read > before
 
     def hand_out_rest(self) -> None:
         """Prompt tokens that were kept in vain go round again; drafts get what nobody else could use."""
@@ -179,6 +178,7 @@ class _Planner:
     def _extend(self, view: View, count: int) -> None:
         """Up to `count` more prompt tokens out of the budget and of what the pool may have of it."""
         granted = self._grant(self.room.parts[view.id], min(count, self.budget, self.caps[view.pool]))
+        self.read += granted
         self.budget -= granted
         self.caps[view.pool] -= granted
 

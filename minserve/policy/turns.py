@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from minserve.policy.room import POOLS, RANK
+from minserve.policy.room import POOLS
 from minserve.request import Pool, View
 
 MAX_RESTS = 2  # not made up for: so two prompts in a row are let through, yet half of the steps remain
@@ -20,22 +20,19 @@ def resting(decoding: _Views, wanting: _Views) -> set[Pool]:
 
     wanting: who could read its prompt in this step.
     """
-    return {
-        pool
-        for pool in POOLS
-        if any(wanting[above] for above in POOLS[: RANK[pool]]) and _rests(decoding[pool]) < MAX_RESTS
-    }
+    return {pool for pool in below(wanting) if decoding[pool] and _rests(decoding[pool]) < MAX_RESTS}
 
 
 def reading(decoding: _Views, step: int) -> set[Pool]:
     """Pools that read prompts in this step, if they have any, and decode in the next, because a higher one decodes:
     two short steps between its tokens instead of a long one."""
-    return {pool for pool in below(decoding) if step % 2 and _rests(decoding[pool]) < MAX_RESTS}
+    return {p for p in below(decoding) if step % 2 and decoding[p] and _rests(decoding[p]) < MAX_RESTS}
 
 
-def below(decoding: _Views) -> set[Pool]:
-    """Pools with a higher one that decodes."""
-    return {pool for pool in POOLS if any(decoding[above] for above in POOLS[: RANK[pool]])}
+def below(views: _Views) -> set[Pool]:
+    """Pools with a higher one that has any of these."""
+    first = next((rank for rank, pool in enumerate(POOLS) if views[pool]), len(POOLS))
+    return set(POOLS[first + 1 :])
 
 
 def _rests(decodes: Sequence[View]) -> int:
