@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from minserve.config import AccountConfig, Config, LimitConfig, PoolConfig
+from minserve.origin import ORIGIN_WORDS, normal_origin
 
 _MAX_PRICE = 10_000.0  # per million tokens: a hundred times what the dearest models cost
 _MONTH_DAYS = 31
@@ -25,6 +26,7 @@ def validate(config: Config, cores: int = _CORES) -> list[str]:
     """Every broken rule, empty if there is none. cores: of this machine."""
     return [
         *_threads(config, cores),
+        *_origins(config),
         *_timeouts(config),
         *_pools(config),
         *_lengths(config),
@@ -44,6 +46,15 @@ def _threads(config: Config, cores: int) -> Iterator[str]:
     threads = config.engine.threads
     if threads > _THREADS_PER_CORE * cores:
         yield f"engine.threads ({threads}) is more than {_THREADS_PER_CORE} for each of this machine's {cores} cores"
+
+
+def _origins(config: Config) -> Iterator[str]:
+    for origin in config.server.allowed_origins:
+        try:
+            if origin.lower() not in ORIGIN_WORDS:
+                normal_origin(origin)
+        except ValueError as error:
+            yield f"server.allowed_origins: {error}"
 
 
 def _open_to_all(config: Config) -> Iterator[str]:

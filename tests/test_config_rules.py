@@ -76,6 +76,11 @@ def test_answers_that_may_shrink_but_never_do_are_doubtful() -> None:
         ({"pools": {"bulk": {**SHARES, "token_gap_s": 20}}}, ["timeouts.step_s", "pools.bulk.token_gap_s"]),
         ({"pools": {"bulk": {**SHARES, "token_share": 0.9, "queue_timeout_s": 20}}}, ["pools.*.token_share"]),
         ({"pools": {"interactive": {"max_num_seqs": 64, "token_share": 0.5}}}, ["pools.interactive.max_num_seqs"]),
+        (
+            {"server": {"allowed_origins": ["*", "localhost", "null", "a.example"]}},
+            ["server.allowed_origins", "a.example"],
+        ),
+        ({"server": {"allowed_origins": ["https://a.example/", "http://a.example/x"]}}, ["'http://a.example/x'"]),
         ({"limits": {"default_max_tokens": 9999}}, ["limits.default_max_tokens", "limits.max_tokens"]),
         ({"keys": {"a": {"sha256": "abc", "user": "u"}}}, ["keys.a.sha256"]),
         (

@@ -27,8 +27,9 @@ def room(layer: int, packages: str = "", rooms: str | None = None) -> Room:
 
 ROOMS = {
     "config": room(0, "msgspec", rooms=""),
-    "config_rules": room(0, rooms="config"),
+    "config_rules": room(0, rooms="config origin"),
     "profiles": room(0, rooms="config"),
+    "origin": room(0, rooms=""),
     "request": room(0, rooms=""),
     "policy": room(1, rooms="request"),
     "blocks": room(1, rooms="request"),
@@ -51,7 +52,7 @@ ROOMS = {
     "stream": room(5),
     "worker": room(5),
     "async_engine": room(5),
-    "economics": room(6, "msgspec", rooms="config request"),
+    "economics": room(6, "msgspec", rooms="config origin request"),
     "observe": room(6, "msgspec prometheus_client structlog", rooms="config request"),
     "assemble": room(7),
     "settings": room(7, "msgspec"),

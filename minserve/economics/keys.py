@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from minserve.config import AccountConfig, KeyConfig
 from minserve.economics.prices import nano
 from minserve.economics.tokens import PageToken, PageTokens, is_page_token
+from minserve.origin import origin_of
 from minserve.request import Pool, RequestError
 
 MAX_LABEL = 128
@@ -52,13 +53,7 @@ class Identity:
         if asked is None:
             return Pool(self.account.pool)
         if asked not in (self.account.pool, *self.account.pools):
-            raise RequestError(
-                "This account may not use that pool.",
-                status=403,
-                code="pool_not_allowed",
-                kind="permission_error",
-                param="pool",
-            )
+            raise _forbidden("This account may not use that pool.", "pool_not_allowed", "pool")
         return Pool(asked)
 
     def priority(self, asked: int) -> int:
@@ -117,7 +112,7 @@ class Keyring:
     ) -> str:
         """A short-lived token for a page of `origin`, inside the key's account and capped on its own."""
         if not identity.key or identity.token is not None:
-            raise RequestError("Page tokens are issued to API keys only.", status=403, code="key_required")
+            raise _forbidden("Page tokens are issued to API keys only.", "key_required")
         name, key = identity.key, self._by_name[identity.key]
         return self._tokens.issue(
             name, bytes.fromhex(key.sha256), origin=origin, ttl_s=ttl_s, max_tokens=max_tokens, now=now, user=end_user
@@ -129,18 +124,17 @@ class Keyring:
         token = self._tokens.check(secret, bytes.fromhex(key.sha256), now) if key is not None else None
         if key is None or token is None:
             raise _unauthorized("The page token is not valid or has expired.", "invalid_page_token")
-        if origin != token.origin:
-            raise RequestError(
-                "The page token belongs to another origin.",
-                status=403,
-                code="origin_mismatch",
-                kind="permission_error",
-            )
+        if origin_of(origin) != token.origin:
+            raise _forbidden("The page token belongs to another origin.", "origin_mismatch")
         return Identity(name, key, False, key.feature, end_user=token.user, token=token)
 
 
 def _unauthorized(message: str, code: str) -> RequestError:
     return RequestError(message, status=401, code=code, kind="authentication_error")
+
+
+def _forbidden(message: str, code: str, param: str | None = None) -> RequestError:
+    return RequestError(message, status=403, code=code, kind="permission_error", param=param)
 
 
 def narrow(
@@ -170,7 +164,7 @@ def narrow(
         raise RequestError("A run's budget needs a run id (X-Run-ID).", param="metadata.run_id", code="run_id_required")
     named = _label(user, "user")
     if named and identity.token is not None and identity.end_user not in ("", named):
-        raise RequestError("The page token names another user.", status=403, param="user", code="user_mismatch")
+        raise _forbidden("The page token names another user.", "user_mismatch", "user")
     return replace(
         identity,
         feature=feature or identity.feature,

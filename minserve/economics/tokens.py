@@ -18,16 +18,21 @@ from pathlib import Path
 
 import msgspec
 
+from minserve.origin import normal_origin
 from minserve.request import RequestError
 
 _PREFIX = "mst-"
 MAX_TTL_S = 3600.0
 _MAX_LENGTH = 2048
+_MAX_ORIGIN = 256
 
 
 @dataclass(frozen=True, slots=True)
 class PageToken:
-    """A checked token. expires: Unix seconds. max_tokens: prompt + output over the token's life."""
+    """A checked token.
+
+    origin: in its normal form. expires: Unix seconds. max_tokens: prompt + output over the token's life.
+    """
 
     id: str
     origin: str
@@ -74,8 +79,7 @@ class PageTokens:
             raise RequestError(f"ttl must be above 0 and at most {MAX_TTL_S:g} seconds.", param="ttl")
         if max_tokens < 1:
             raise RequestError("max_tokens must be at least 1.", param="max_tokens")
-        if not origin.startswith(("http://", "https://")) or len(origin) > 256:
-            raise RequestError("origin must be the page's origin, as https://example.org.", param="origin")
+        origin = _page(origin)
         payload = msgspec.json.encode(_Payload(secrets.token_urlsafe(12), key, origin, now + ttl_s, max_tokens, user))
         return f"{_PREFIX}{_encode(payload)}.{_encode(self._sign(payload, key_digest))}"
 
@@ -97,6 +101,18 @@ class PageTokens:
     def _sign(self, payload: bytes, key_digest: bytes) -> bytes:
         secret = hmac.digest(self._secret, b"page-token" + key_digest, hashlib.sha256)
         return hmac.digest(secret, payload, hashlib.sha256)
+
+
+def _page(origin: str) -> str:
+    """In the form that requests are compared in: a token of any other would never be let in."""
+    try:
+        if len(origin) > _MAX_ORIGIN:
+            raise ValueError(f"it has more than {_MAX_ORIGIN} characters")
+        return normal_origin(origin)
+    except ValueError as error:
+        raise RequestError(
+            f"origin must be the page's origin, as https://example.org: {error}.", param="origin"
+        ) from None
 
 
 def _split(text: str) -> tuple[_Payload, bytes, bytes] | None:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Mapping
-from urllib.parse import urlsplit
 
 from minserve.config import ServerConfig
+from minserve.origin import ORIGIN_WORDS, normal_origin, origin_of
 from minserve.server.errors import forbidden, shown
 
 _LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -69,7 +69,9 @@ EXPOSE_HEADERS = ", ".join(
 class Origins:
     def __init__(self, config: ServerConfig) -> None:
         self._hosts = {config.host.lower(), *(host.lower() for host in config.allowed_hosts)}
-        self._origins = frozenset(origin.rstrip("/").lower() for origin in config.allowed_origins)
+        self._words = ORIGIN_WORDS & {origin.lower() for origin in config.allowed_origins}
+        listed = (origin for origin in config.allowed_origins if origin.lower() not in ORIGIN_WORDS)
+        self._origins = frozenset(map(normal_origin, listed))
 
     def check_host(self, host: str | None) -> None:
         """RequestError 403 for a name this server does not go by. Addresses can't be rebound, so they pass."""
@@ -93,11 +95,13 @@ class Origins:
         )
 
     def allows(self, origin: str) -> bool:
-        """Whether a foreign origin is listed; `localhost` lists every port of this machine."""
-        origin = origin.lower()
-        if origin in self._origins or "*" in self._origins:
+        """Whether a foreign origin is listed; `localhost` lists this machine's ports, `null` pages without one."""
+        normal = origin_of(origin)
+        if "*" in self._words or normal in self._origins:
             return True
-        return "localhost" in self._origins and _host_name(urlsplit(origin).netloc) in _LOCAL
+        if not normal:
+            return origin == "null" and "null" in self._words
+        return "localhost" in self._words and _host_name(_netloc(normal)) in _LOCAL
 
     def preflight(self, headers: Mapping[str, str]) -> dict[str, str]:
         """The reply to a browser's question. RequestError 403 if the answer is no."""
@@ -114,7 +118,7 @@ class Origins:
 
     def headers(self, origin: str | None) -> dict[str, str]:
         """What every reply carries, errors too: without it a page sees only "Failed to fetch"."""
-        reply = {"Vary": "Origin"} if self._origins else {}
+        reply = {"Vary": "Origin"} if self._origins or self._words else {}
         if origin is not None and self.allows(origin):
             reply["Access-Control-Allow-Origin"] = origin
             reply["Access-Control-Expose-Headers"] = EXPOSE_HEADERS
@@ -137,4 +141,9 @@ def _is_address(name: str) -> bool:
 
 
 def _same(origin: str, host: str | None) -> bool:
-    return host is not None and urlsplit(origin.lower()).netloc == host.lower()
+    return host is not None and _netloc(origin.lower()) == host.lower()
+
+
+def _netloc(origin: str) -> str:
+    """Host and port. Not urlsplit: that raises for some of what a header may hold."""
+    return origin.partition("://")[2]

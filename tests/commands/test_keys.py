@@ -120,6 +120,7 @@ async def test_a_token_is_let_in_from_its_origin_until_it_ends(invoke: Invoke, t
         (("--key-name", "none"), "no key 'none'"),
         (("--ttl", "2h"), "3600 seconds"),
         (("--origin", "example.org"), "https://example.org"),
+        (("--origin", "http://a.example/shop"), "nothing behind"),
         (("--max-tokens", "0"), "at least 1"),
     ],
 )
@@ -135,4 +136,5 @@ def test_an_origin_that_is_not_allowed_is_said(invoke: Invoke, tmp_path: Path) -
     (tmp_path / "minserve.toml").write_text(invoke("keys", "new", "web").stdout, encoding="utf-8")
     asked = ("keys", "token", "--key-name", "web", "--origin", "https://a.example", "--max-tokens", "5")
     assert "server.allowed_origins does not list it" in invoke(*asked).stderr
-    assert invoke(*asked, "--set", "server.allowed_origins=https://a.example").stderr == ""
+    for listed in ("https://a.example", "https://A.example:443/"):
+        assert invoke(*asked, "--set", f"server.allowed_origins={listed}").stderr == ""

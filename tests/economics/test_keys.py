@@ -152,6 +152,13 @@ def test_a_page_token_ends_with_its_time_and_its_origin(origin: str | None, now:
     assert refused(found.identify, "Bearer " + token(found), origin, now=now).status == status
 
 
+@pytest.mark.parametrize("asked", ["http://a.example/", "http://A.example", "http://a.example:80", "http://a.example"])
+@pytest.mark.parametrize("shown", ["http://a.example", "HTTP://A.EXAMPLE"])
+def test_a_page_token_works_for_the_page_that_its_origin_means(asked: str, shown: str) -> None:
+    found = ring(web=key("one"))
+    assert found.identify("Bearer " + token(found, origin=asked), shown, now=1.0).key == "web"
+
+
 def test_a_changed_or_foreign_page_token_is_refused() -> None:
     found = ring(web=key("one"))
     good = token(found)
@@ -167,7 +174,15 @@ def test_a_changed_or_foreign_page_token_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "param"),
-    [({"ttl_s": 0.0}, "ttl"), ({"ttl_s": 1e6}, "ttl"), ({"max_tokens": 0}, "max_tokens"), ({"origin": "*"}, "origin")],
+    [
+        ({"ttl_s": 0.0}, "ttl"),
+        ({"ttl_s": 1e6}, "ttl"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"origin": "*"}, "origin"),
+        ({"origin": "null"}, "origin"),
+        ({"origin": "http://a.example/shop"}, "origin"),
+        ({"origin": "http://" + "a" * 300}, "origin"),
+    ],
 )
 def test_a_page_token_must_be_bounded(changes: dict[str, Any], param: str) -> None:
     assert refused(token, ring(web=key("one")), **changes).param == param
@@ -179,3 +194,17 @@ def test_a_page_token_can_not_issue_another() -> None:
     asked: dict[str, Any] = {"origin": ORIGIN, "ttl_s": 60.0, "max_tokens": 10, "now": 1.0}
     assert refused(found.issue, identity, **asked).status == 403
     assert refused(found.issue, ring().identify(None), **asked).status == 403
+
+
+@pytest.mark.parametrize("code", ["pool_not_allowed", "key_required", "origin_mismatch", "user_mismatch"])
+def test_whatever_is_forbidden_says_so_in_its_type_too(code: str) -> None:
+    found = ring(web=key("one"))
+    page = "Bearer " + token(found, end_user="bob")
+    causes: dict[str, Any] = {
+        "pool_not_allowed": lambda: me().pool("bulk"),
+        "key_required": lambda: ring().issue(ring().identify(None), origin=ORIGIN, ttl_s=60.0, max_tokens=10, now=1.0),
+        "origin_mismatch": lambda: found.identify(page, "https://evil.example", now=1.0),
+        "user_mismatch": lambda: narrow(found.identify(page, ORIGIN, now=1.0), {}, None, "eve"),
+    }
+    error = refused(causes[code])
+    assert (error.status, error.code, error.kind) == (403, code, "permission_error")

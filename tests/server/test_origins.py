@@ -72,6 +72,26 @@ def test_foreign_pages_may_not_post(origin: str | None, status: int) -> None:
     assert status_of(checked.check_origin, origin, "127.0.0.1:8000", "GET") == 200
 
 
+@pytest.mark.parametrize(
+    "listed", ["http://a.example/", "HTTP://A.Example", "http://a.example:80", "http://a.example:"]
+)
+def test_a_listed_origin_is_the_page_it_means_however_it_is_written(listed: str) -> None:
+    checked = origins(allowed_origins=(listed,))
+    assert checked.allows("http://a.example")
+    assert not checked.allows("https://a.example")
+    assert not checked.allows("http://a.example:8080")
+
+
+@pytest.mark.parametrize("header", ["http://[", "http://a.example/x", "http://a b", "localhost", "*", "", "null"])
+def test_a_header_that_is_no_origin_is_no_listed_page(header: str) -> None:
+    assert status_of(origins(allowed_origins=("localhost", PAGE)).check_origin, header, "127.0.0.1:8000", "POST") == 403
+
+
+def test_pages_without_an_origin_can_be_listed() -> None:
+    assert origins(allowed_origins=("null",)).allows("null")
+    assert origins(allowed_origins=("*",)).allows("null")
+
+
 def test_the_word_localhost_lists_all_ports_of_this_machine() -> None:
     local = origins(allowed_origins=("localhost",))
     assert local.allows("http://localhost:5173")
