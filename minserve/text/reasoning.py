@@ -12,13 +12,14 @@ START, END = "<think>", "</think>"
 class ReasoningSplitter:
     """Feed it `push(text)`; the concatenated parts don't depend on how the text was cut.
 
-    inside: the prompt already opened the tag. White space at the start of either part is dropped.
+    inside: the prompt already opened the tag. begun: it also holds the start of the thought. White space at the start
+    of either part is dropped, but what joins a thought to its start in the prompt is not at its start.
     """
 
-    def __init__(self, *, inside: bool = False) -> None:
+    def __init__(self, *, inside: bool = False, begun: bool = False) -> None:
         self._phase = "reasoning" if inside else "start"
         self._held = ""
-        self._fresh = inside  # nothing of this part has been returned yet
+        self._fresh = inside and not begun  # nothing of this part has been returned yet
 
     def push(self, text: str) -> tuple[str, str]:
         """(reasoning, content) that is certain now."""

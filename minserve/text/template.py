@@ -88,7 +88,9 @@ class ChatTemplate:
         special = self._tokenizer.special_ids
         turn = next((i for i in range(len(prompt), 0, -1) if prompt[i - 1] in special), 0)
         text = self._tokenizer.decode(prompt[turn:])
-        return ReasoningSplitter(inside=text.rfind(START) > text.rfind(END))
+        start = text.rfind(START)
+        begun = text[start + len(START) :].strip() != ""
+        return ReasoningSplitter(inside=start > text.rfind(END), begun=begun)
 
     def _render(
         self,

@@ -57,6 +57,13 @@ async def test_thinking_has_its_own_field(text: str, open_: bool, reasoning: str
     assert details["reasoning_tokens"] <= usage["completion_tokens"]
 
 
+async def test_a_continued_thought_joins_what_the_prompt_has_of_it() -> None:
+    messages = [*CHAT["messages"], {"role": "assistant", "content": "<think>\nWell, 2+2"}]
+    message, deltas, _ = await answers(" is 4.</think>\n\nFour.", messages=messages, continue_final_message=True)
+    assert (message["reasoning_content"], message["content"]) == (" is 4.", "Four.")
+    assert joined(deltas, "reasoning_content") == " is 4."
+
+
 async def test_thinking_can_be_left_out() -> None:
     message, deltas, usage = await answers("<think>Hm.</think>Paris.", include_reasoning=False)
     assert message == {"role": "assistant", "content": "Paris.", "refusal": None}

@@ -269,6 +269,23 @@ def test_thinking_is_found_where_the_template_marks_it() -> None:
         assert splitter.push("hm</think>Yes") == (("hm", "Yes") if inside else ("", "hm</think>Yes"))
 
 
+@pytest.mark.parametrize(
+    ("content", "parts"),
+    [
+        ("<think>\nWell, 2+2", (" is", "4")),
+        ("<think>Well,\n", (" is", "4")),
+        ("<think>", ("is", "4")),
+        ("<think>\n ", ("is", "4")),
+        ("<think>a</think>b", ("", " is</think> 4")),
+    ],
+)
+def test_a_continued_thought_keeps_the_space_that_joins_it(content: str, parts: tuple[str, str]) -> None:
+    made = template(templates.OPENS_THINKING)
+    splitter = made.reasoning(made.encode([USER, {"role": "assistant", "content": content}], continue_final=True))
+    assert splitter is not None
+    assert splitter.push(" is</think> 4") == parts
+
+
 def test_a_model_without_a_template_gets_chatml_and_says_so() -> None:
     made = template(None)
     assert made.built_in
