@@ -21,7 +21,11 @@ from minserve.server.wire import CompletionDetails, Finish, Metrics, PromptDetai
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the caller wants to see beside the text."""
+    """What the caller wants to see beside the text.
+
+    usage: the totals, on a stream as a last chunk without choices. running_usage: counts so far on every chunk. As in
+    vLLM, `continuous_usage_stats` counts only together with `include_usage`: alone it changes nothing.
+    """
 
     usage: bool
     running_usage: bool
@@ -34,10 +38,10 @@ class Options:
         asked = body.stream_options
         if asked is not None and not body.stream:
             raise RequestError("`stream_options` needs `stream` to be true.", param="stream_options")
-        running = asked is not None and bool(asked.continuous_usage_stats)
+        usage = asked is not None and bool(asked.include_usage)
         return cls(
-            usage=asked is not None and (bool(asked.include_usage) or running),
-            running_usage=running,
+            usage=usage,
+            running_usage=usage and asked is not None and bool(asked.continuous_usage_stats),
             token_ids=body.return_token_ids,
             metrics=body.include_metrics,
             logprobs=logprobs,

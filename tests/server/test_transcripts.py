@@ -71,6 +71,14 @@ async def test_running_usage_counts_up() -> None:
         assert ["prompt_tokens_details" in chunk["usage"] for chunk in chunks] == [False] * 4 + [True]
 
 
+async def test_running_usage_counts_only_together_with_usage() -> None:
+    async with serving(FakeEngine(say("abc"))) as server:
+        for asked in ({}, {"include_usage": False}, {"include_usage": None}):
+            body = {**COMPLETION, "stream_options": {**asked, "continuous_usage_stats": True}}
+            chunks = events(await server.events("/v1/completions", body))
+            assert all(chunk["choices"] and "usage" not in chunk for chunk in chunks)
+
+
 COMPLETION_STREAM = """\
 : queued 0
 
