@@ -67,7 +67,7 @@ class Gemma3:
         s.require("use_bidirectional_attention", False)
         self.dims = dims = Dimensions.read(s)
         everywhere, nearby = read_ropes(s, dims, max_model_len)
-        length = model_length(max_model_len, everywhere.context)
+        length = model_length(max_model_len, everywhere.context, len(everywhere.inverse))
         pattern = s.integer("sliding_window_pattern")
         windows = layer_windows(s, dims.layers, lambda i: (i + 1) % pattern != 0)
         softcap = None if s.get("attn_logit_softcapping") is None else s.number("attn_logit_softcapping")

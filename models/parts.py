@@ -41,6 +41,9 @@ class Model(Protocol):
     def forward(self, ops: Operations, batch: Any, kv: Sequence[LayerKV]) -> Handle: ...
 
 
+MOST_ANGLES = 1 << 24  # 262,144 tokens with heads of 128: 128 MiB
+
+
 class Settings:
     """config.json, read with types and ranges. Unknown keys are ignored; a bad value is an error that names its key."""
 
@@ -236,8 +239,12 @@ def layer_windows(s: Settings, count: int, sliding: Callable[[int], bool]) -> li
     return [s.integer("sliding_window") if slides[i] else None for i in range(count)]
 
 
-def model_length(asked: int, context: int) -> int:
-    """Tokens a sequence may have: what was asked for, 0 = all that the model was made for. CheckpointError if more."""
+def model_length(asked: int, context: int, pairs: int) -> int:
+    """Tokens a sequence may have: what was asked for, else what the model was made for. CheckpointError if more.
+
+    pairs: of dimensions that rotate. Without being asked no config gets larger tables of angles than MOST_ANGLES: what
+    it claims costs it nothing, and us the memory before the first token.
+    """
     if asked > context:
         raise CheckpointError(f"max_model_len {asked} is more than the {context} tokens this model was made for")
-    return asked or context
+    return asked or min(context, max(1, MOST_ANGLES // pairs))

@@ -34,7 +34,7 @@ class Phi3:
         window = None if s.get("sliding_window") is None else s.integer("sliding_window")
         self.heads = dims.attention(window=window)
         rope = read_rope(s, dims.head_dim, dims.context, max_model_len, parameters=longrope_parameters(s))
-        length = model_length(max_model_len, rope.context)
+        length = model_length(max_model_len, rope.context, len(rope.inverse))
 
         w = Weights(checkpoint, backend)
         self.rope = w.rope(rope.inverse, rope.scale, length)

@@ -35,7 +35,7 @@ class Qwen3:
         s.require("hidden_act", "silu")
         self.dims = dims = Dimensions.read(s, head_dim=128)
         rope = read_rope(s, dims.head_dim, dims.context, max_model_len)
-        length = model_length(max_model_len, rope.context)
+        length = model_length(max_model_len, rope.context, len(rope.inverse))
         first = s.integer("max_window_layers", 28, low=0) if s.flag("use_sliding_window") else dims.layers
         windows = layer_windows(s, dims.layers, lambda i: i >= first)
         bias = s.flag("attention_bias")

@@ -18,7 +18,6 @@ from minserve.request import RequestError, SamplingParams
 from minserve.server.answer import Answer, Head, Options
 from minserve.server.chat import ChatAnswer
 from minserve.server.completions import CompletionAnswer
-from minserve.server.errors import not_found, shown
 from minserve.server.generation import Arrival, Call, Generation
 from minserve.server.json_body import to_struct
 from minserve.server.logprobs import TokenNames
@@ -80,7 +79,7 @@ class Calls:
     async def _chat(self, arrival: Arrival, fields: Mapping[str, Any], headers: Mapping[str, str]) -> Prepared:
         model = self._s.model
         body = to_struct(dict(fields), ChatBody)
-        self._check_model(body.model)
+        self._s.model.check_name(body.model)
         params = chat_params(body, self._s.rules)
         talk = conversation(body.messages, body, self._s.config.limits)
         options = Options.of(body, logprobs=body.logprobs)
@@ -96,7 +95,7 @@ class Calls:
     async def _completion(self, arrival: Arrival, fields: Mapping[str, Any], headers: Mapping[str, str]) -> Prepared:
         model = self._s.model
         body = to_struct(dict(fields), CompletionBody)
-        self._check_model(body.model)
+        self._s.model.check_name(body.model)
         params = completion_params(body, self._s.rules)
         prompts = prompt_list(body.prompt, self._s.config.limits, model.vocab_size)
         options = Options.of(body, logprobs=body.logprobs is not None)
@@ -109,24 +108,17 @@ class Calls:
         names = self._names[body.return_tokens_as_token_ids]
         return Prepared(call, CompletionAnswer(head, options, names, shown_prompts, body.n), body.stream)
 
-    def _check_model(self, name: str | None) -> None:
-        if name is not None and name != self._s.model.name:
-            raise not_found(
-                f"The model {shown(name)} is not served here; this server has {self._s.model.name!r}.",
-                "model_not_found",
-                "model",
-            )
-
     def _call(
         self, arrival: Arrival, body: GenerationBody, prompts: Sequence[tuple[int, ...]], params: SamplingParams
     ) -> Call:
         limits = self._s.config.limits
         identity = arrival.identity
+        field = "messages" if isinstance(body, ChatBody) else "prompt"
         return Call(
             arrival=arrival,
             prompts=tuple(prompts),
             params=tuple(
-                fit(params, len(ids), self._s.model.max_model_len, limits.max_input_tokens) for ids in prompts
+                fit(params, len(ids), self._s.model.max_model_len, limits.max_input_tokens, field) for ids in prompts
             ),
             n=body.n,
             pool=identity.pool(body.pool),

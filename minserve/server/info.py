@@ -15,12 +15,19 @@ import minserve
 from minserve.async_engine import State
 from minserve.observe.metrics import CONTENT_TYPE
 from minserve.request import RequestError
-from minserve.server.errors import not_found, shown
+from minserve.server.errors import not_found
 from minserve.server.http_input import read_fields
 from minserve.server.json_body import to_struct
 from minserve.server.messages import Conversation, check_characters, conversation
 from minserve.server.sampling import check_token_ids
-from minserve.server.schema import AbortBody, DetokenizeBody, Message, TemplateFields, TokenizeBody
+from minserve.server.schema import (
+    AbortBody,
+    DetokenizeBody,
+    Message,
+    TemplateFields,
+    TokenizeBody,
+    refuse_unsupported,
+)
 from minserve.server.services import Services, identity_of
 from minserve.server.wire import to_json
 
@@ -40,8 +47,7 @@ class InfoRoutes:
 
     async def model(self, request: web.Request) -> web.Response:
         name = request.match_info["model"]
-        if name != self._s.model.name:
-            raise not_found(f"The model {shown(name)} is not served here.", "model_not_found", "model")
+        self._s.model.check_name(name)
         return json_response(self._card())
 
     def _card(self) -> dict[str, Any]:
@@ -64,7 +70,7 @@ class InfoRoutes:
     # -- tokens
 
     async def tokenize(self, request: web.Request) -> web.Response:
-        body = to_struct(await read_fields(request), TokenizeBody)
+        body = self._token_body(await read_fields(request))
         ids = await self._text(request, self._token_job(body))
         reply: dict[str, Any] = {"count": len(ids), "max_model_len": self._s.model.max_model_len, "tokens": ids}
         if body.return_token_strs:
@@ -75,6 +81,7 @@ class InfoRoutes:
     async def detokenize(self, request: web.Request) -> web.Response:
         body = to_struct(await read_fields(request), DetokenizeBody)
         model = self._s.model
+        model.check_name(body.model)
         check_characters(len(body.tokens), self._s.config.limits, "tokens")
         ids = check_token_ids("tokens", body.tokens, model.vocab_size)
         text = await self._text(request, lambda: model.tokenizer.decode(ids, skip_special=False))
@@ -82,14 +89,21 @@ class InfoRoutes:
 
     async def render(self, request: web.Request) -> web.Response:
         """What the chat template makes of messages, and the tokens of that: nothing is generated."""
-        fields = await read_fields(request)
-        body = to_struct(fields, TokenizeBody)
+        body = self._token_body(await read_fields(request))
         if body.messages is None:
             raise RequestError("`messages` is needed.", param="messages")
         talk = self._conversation(body.messages, body)
         template = self._s.model.template
         text, ids = await self._text(request, lambda: (talk.render(template), talk.encode(template)))
         return json_response({"prompt": text, "count": len(ids), "tokens": ids})
+
+    def _token_body(self, fields: dict[str, Any]) -> TokenizeBody:
+        """Where messages are sent, what generating from them would refuse is refused: the tokens would be others."""
+        if "messages" in fields:
+            refuse_unsupported({name: value for name, value in fields.items() if name != "prompt"}, chat=True)
+        body = to_struct(fields, TokenizeBody)
+        self._s.model.check_name(body.model)
+        return body
 
     def _token_job(self, body: TokenizeBody) -> Callable[[], list[int]]:
         """How to get the ids of one of the three forms: messages, prompt (as vLLM), content (as llama.cpp)."""
@@ -115,7 +129,8 @@ class InfoRoutes:
 
     async def abort(self, request: web.Request) -> web.Response:
         body = to_struct(await read_fields(request), AbortBody)
-        if not self._s.gateway.abort(body.id, identity_of(request)):
+        call = body.id.partition("#")[0]  # /status names each of a call's choices: chatcmpl-...#0
+        if not self._s.gateway.abort(call, identity_of(request)):
             raise not_found("No such request is running.", "request_not_found", "id")
         return json_response({"aborted": body.id})
 

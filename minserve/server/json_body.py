@@ -1,8 +1,8 @@
 """From the bytes of a request body to a checked struct.
 
 Owns what JSON is accepted: UTF-8 with or without a byte order mark, one object, no NaN or Infinity, no lone surrogates,
-bounded depth. A field that is null counts as absent. Of duplicate keys the last one counts. It must not know what any
-field means; `schema.py` says that.
+bounded depth, no field twice. A field that is null counts as absent. It must not know what any field means; `schema.py`
+says that.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from minserve.request import RequestError
+from minserve.server.errors import shown
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -37,7 +38,18 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise _explain(body, str(error)) from None
     if not isinstance(value, dict):
         raise _invalid("The request body must be a JSON object.")
+    if b"\\u" in body or any(body.count(b'"%b"' % name.encode()) > 1 for name in value):
+        _refuse_duplicates(body)  # the slow way, where a name stands in the body twice or may be written in two ways
     return {name: field for name, field in value.items() if field is not None}
+
+
+def _refuse_duplicates(body: bytes) -> None:
+    """JSON parsers differ in which of two equal names counts: what was checked might not be what is done."""
+    seen: set[str] = set()
+    for name, _ in json.loads(body, object_pairs_hook=list):
+        if name in seen:
+            raise _invalid(f"The request body has the field {shown(name)} twice.", name)
+        seen.add(name)
 
 
 def to_struct(fields: dict[str, Any], struct: type[T]) -> T:

@@ -17,6 +17,7 @@ from minserve.request import RequestError
 from minserve.server.schema import Message, TemplateFields
 from minserve.text.template import ChatTemplate
 
+_MAX_DEPTH = 64  # of what a template may walk through
 _OWN_FLAGS = {"add_generation_prompt", "continue_final"}  # fields of their own; the template guards the other names
 
 
@@ -58,14 +59,29 @@ def conversation(messages: Sequence[Message], fields: TemplateFields, limits: Li
     variables = dict(fields.chat_template_kwargs or {})
     for name in _OWN_FLAGS & variables.keys():
         raise RequestError(f"`chat_template_kwargs` must not set {name}.", param=f"chat_template_kwargs.{name}")
+    _check_depth(variables, "chat_template_kwargs")
+    presented = tuple(_present(message) for message in messages)
+    for place, message in enumerate(presented):
+        _check_depth(message, f"messages[{place}]")
     if fields.reasoning_effort is not None:
         variables["reasoning_effort"] = fields.reasoning_effort
     return Conversation(
-        messages=tuple(_present(message) for message in messages),
+        messages=presented,
         add_generation_prompt=not fields.continue_final_message and fields.add_generation_prompt is not False,
         continue_final=fields.continue_final_message,
         variables=variables,
     )
+
+
+def _check_depth(value: Any, param: str) -> None:
+    """Level by level: the input decides how many there are."""
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        inner = [item for item in level if isinstance(item, dict | list)]
+        level = [child for item in inner for child in (item.values() if isinstance(item, dict) else item)]
+        if not level:
+            return
+    raise RequestError(f"`{param}` is nested too deeply.", code="invalid_json", param=param)
 
 
 def check_characters(count: int, limits: LimitsConfig, param: str) -> None:

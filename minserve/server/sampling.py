@@ -55,12 +55,15 @@ def completion_params(body: CompletionBody, rules: Rules) -> SamplingParams:
     return replace(params, prompt_logprobs=body.logprobs if body.echo else None)
 
 
-def fit(params: SamplingParams, prompt_tokens: int, max_model_len: int, max_input_tokens: int) -> SamplingParams:
-    """Cut max_tokens to the room that the prompt leaves. RequestError 400 if there is none."""
+def fit(
+    params: SamplingParams, prompt_tokens: int, max_model_len: int, max_input_tokens: int, field: str
+) -> SamplingParams:
+    """Cut max_tokens to the room that the prompt leaves. RequestError 400, naming `field`, if there is none."""
     if max_input_tokens and prompt_tokens > max_input_tokens:
         raise RequestError(
             f"The prompt has {prompt_tokens} tokens; this server accepts at most {max_input_tokens}.",
             code="too_many_input_tokens",
+            param=field,
         )
     room = max_model_len - prompt_tokens
     if room < 0 or (room == 0 and params.max_tokens > 0):
@@ -68,6 +71,7 @@ def fit(params: SamplingParams, prompt_tokens: int, max_model_len: int, max_inpu
             f"This model's maximum context length is {max_model_len} tokens. However, your prompt has {prompt_tokens} "
             "tokens, which leaves no room for the answer. Please shorten it.",
             code="context_length_exceeded",
+            param=field,
         )
     max_tokens = min(params.max_tokens, room)
     return replace(params, max_tokens=max_tokens, min_tokens=min(params.min_tokens, max_tokens))

@@ -15,6 +15,7 @@ from minserve.config import Config
 from minserve.economics.accounting import Accounting
 from minserve.economics.keys import Identity
 from minserve.server.degradation import Degradation
+from minserve.server.errors import not_found, shown
 from minserve.server.gateway import Gateway
 from minserve.server.ports import ServingEngine
 from minserve.server.sampling import Rules
@@ -37,6 +38,15 @@ class ServedModel:
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     details: Mapping[str, str] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
+
+    def check_name(self, asked: str | None) -> None:
+        """RequestError 404 for a request that wants another model. None: whatever is served."""
+        if asked is not None and asked != self.name:
+            raise not_found(
+                f"The model {shown(asked)} is not served here; this server has {self.name!r}.",
+                "model_not_found",
+                "model",
+            )
 
 
 @dataclass(slots=True)

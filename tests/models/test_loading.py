@@ -11,7 +11,7 @@ import pytest
 from minserve.backend.base import CheckpointError
 from minserve.backend.numpy_backend import NumpyBackend
 from minserve.backend.tensor import Encoding
-from minserve.models import load
+from minserve.models import load, parts
 from minserve.models.parts import Model
 from tests.models.golden import Golden, SyntheticCheckpoint, synthetic_weight
 from tests.models.test_golden import BLOCKS, REFERENCE, difference, program_for, run
@@ -104,6 +104,16 @@ def test_max_model_len_is_the_models_own_unless_shorter() -> None:
         load_numpy(checkpoint, 257)
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
     assert load_numpy(changed("llama", rope_scaling=yarn)).spec.max_model_len == 1024
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3", "phi3"])
+def test_a_config_that_claims_a_huge_context_gets_no_huge_tables(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the operator asks for them."""
+    monkeypatch.setattr(parts, "MOST_ANGLES", 3200)
+    checkpoint = changed(name, max_position_embeddings=1 << 24)
+    tokens = load_numpy(checkpoint).spec.max_model_len
+    assert 100 <= tokens <= 800, "heads of 8 to 64 have 4 to 32 pairs"
+    assert load_numpy(checkpoint, 1000).spec.max_model_len == 1000
 
 
 # bug: 76

@@ -274,7 +274,7 @@ async def test_abort_ends_a_call_by_id_and_only_ones_own() -> None:
                 own = {"Authorization": "Bearer a"}
                 response = await server.session.post(server.url + "/v1/completions", json=STREAM, headers=own)
                 call_id = (await engine.stream()).submission.id
-            reply = await server.post("/abort", {"id": call_id}, headers=by)
+            reply = await server.post("/abort", {"id": f"{call_id}#0"}, headers=by)  # as /status names it
             assert reply[0] == status
         assert error_event(await response.text())["code"] == "aborted"
         await server.settled()

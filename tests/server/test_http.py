@@ -493,6 +493,32 @@ async def test_there_is_exactly_one_bos_however_a_prompt_is_made() -> None:
         assert [list(submission.prompt) for submission in server.engine.submissions] == [expected] * 3
 
 
+NESTED: Any = []
+for _ in range(900):
+    NESTED = [NESTED]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions/render", "/tokenize", "/v1/chat/completions"])
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({"model": "another"}, 404, "model"),
+        ({"tools": [{}]}, 400, "tools"),
+        ({"chat_template": "{{ 1 }}"}, 400, "chat_template"),
+        ({"chat_template_kwargs": {"deep": NESTED}}, 400, "chat_template_kwargs"),
+    ],
+)
+async def test_who_only_looks_is_refused_what_who_generates_is(
+    server: Server, path: str, fields: dict[str, Any], status: int, param: str
+) -> None:
+    got, reply = await server.post(path, CHAT | fields)
+    assert (got, reply["error"]["param"]) == (status, param)
+
+
+async def test_detokenize_knows_what_is_served(server: Server) -> None:
+    assert (await server.post("/detokenize", {"model": "another", "tokens": [1]}))[0] == 404
+
+
 async def test_render_shows_what_the_template_makes(server: Server) -> None:
     status, reply = await server.post("/v1/chat/completions/render", CHAT)
     assert status == 200

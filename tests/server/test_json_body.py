@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import msgspec
 import pytest
 
@@ -79,8 +81,16 @@ def test_a_byte_order_mark_is_skipped_and_null_counts_as_absent() -> None:
     assert parse_object(b'\xef\xbb\xbf{"a": 1, "stop": null}') == {"a": 1}
 
 
-def test_of_duplicate_keys_the_last_one_counts() -> None:
-    assert parse_object(b'{"n": 1, "n": 2}') == {"n": 2}
+@pytest.mark.parametrize("second", ["n", "\\u006e"])  # bug: 71
+def test_a_field_that_comes_twice_is_refused(second: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_object(b'{"n": 1, "stop": "\\"n\\"", "%b": 2}' % second.encode())
+    assert (caught.value.status, caught.value.param) == (400, "n")
+
+
+def test_a_name_may_come_again_deeper_or_as_a_value() -> None:
+    fields = {"stop": "n", "n": 1, "metadata": {"n": "2", "stop": "stop"}, "user": "\u00e9"}
+    assert parse_object(json.dumps(fields).encode()) == fields
 
 
 # bug: 71

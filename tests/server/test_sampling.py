@@ -176,22 +176,22 @@ def test_the_models_own_defaults_stand_under_the_request() -> None:
 # bug: 41
 def test_the_room_that_a_prompt_leaves_cuts_max_tokens() -> None:
     params = SamplingParams(max_tokens=97, min_tokens=95)
-    cut = fit(params, 8, 100, 0)
+    cut = fit(params, 8, 100, 0, "prompt")
     assert (cut.max_tokens, cut.min_tokens) == (92, 92)
     with pytest.raises(RequestError) as caught:
-        fit(params, 100, 100, 0)
-    assert caught.value.code == "context_length_exceeded"
+        fit(params, 100, 100, 0, "prompt")
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
     assert "maximum context length is 100 tokens" in caught.value.message
     assert "100 tokens, which" in caught.value.message
-    assert fit(SamplingParams(max_tokens=0), 100, 100, 0).max_tokens == 0
+    assert fit(SamplingParams(max_tokens=0), 100, 100, 0, "prompt").max_tokens == 0
     with pytest.raises(RequestError):
-        fit(SamplingParams(max_tokens=0), 101, 100, 0)
+        fit(SamplingParams(max_tokens=0), 101, 100, 0, "prompt")
 
 
 def test_a_servers_own_input_limit_has_its_own_code() -> None:
     with pytest.raises(RequestError) as caught:
-        fit(SamplingParams(max_tokens=1), 51, 100, 50)
-    assert caught.value.code == "too_many_input_tokens"
+        fit(SamplingParams(max_tokens=1), 51, 100, 50, "messages")
+    assert (caught.value.code, caught.value.param) == ("too_many_input_tokens", "messages")
 
 
 # bug: 44
@@ -204,4 +204,4 @@ def test_prompt_ids_outside_the_vocabulary_are_refused(bad: list[int]) -> None:
 
 @pytest.mark.parametrize(("wanted", "left"), [(10, 10), (92, 92), (93, 92), (2**63, 92), (0, 0)])
 def test_output_is_cut_to_what_the_context_leaves(wanted: int, left: int) -> None:
-    assert fit(SamplingParams(max_tokens=wanted), 8, 100, 0).max_tokens == left
+    assert fit(SamplingParams(max_tokens=wanted), 8, 100, 0, "prompt").max_tokens == left
