@@ -76,11 +76,6 @@ __device__ __forceinline__ float warp_sum(float x) {
   for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(kAllLanes, x, step);
   return x;
 }
-__device__ __forceinline__ float warp_max(float x) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, step));
-  return x;
-}
 
 // Sum over a block of kWarps warps; every thread gets the result.
 template <int kWarps> __device__ __forceinline__ float block_sum(float x) {
@@ -92,15 +87,5 @@ template <int kWarps> __device__ __forceinline__ float block_sum(float x) {
   x = 0;
 #pragma unroll
   for (int i = 0; i < kWarps; ++i) x += partial[i];
-  return x;
-}
-template <int kWarps> __device__ __forceinline__ float block_max(float x) {
-  __shared__ float partial[kWarps];
-  x = warp_max(x);
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = x;
-  __syncthreads();
-#pragma unroll
-  for (int i = 0; i < kWarps; ++i) x = fmaxf(x, partial[i]);
   return x;
 }

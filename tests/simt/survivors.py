@@ -62,4 +62,13 @@ SURVIVORS: dict[str, str] = {
     "sampling.cuh: for (int i = 0; i < kWarps; ++i) x = best[i] > x ? best[i] : x; | at 45: > -> >=": (
         "equal candidates are the same one"
     ),
+    "sampling.cuh: for (int step = 1; step < 32; step *= 2) { | at 24: < -> <=": "a round more, in which no lane adds",
+    "logprobs.cu: best = other > best ? other : best; | at 13: > -> >=": "equal candidates are the same one",
+    "logprobs.cu: best = other < previous && other > best ? other : best; | at 33: > -> >=": (
+        "equal candidates are the same one"
+    ),
+    "logprobs.cu: if (threadIdx.x == 0) token_logprobs[s] = logprob(logits[token]); | at 16: == -> !=": (
+        "the other threads write the same number"
+    ),
+    "logprobs.cu: if (threadIdx.x == 0) { | at 16: == -> !=": "the other threads write the same numbers",
 }
