@@ -27,6 +27,7 @@ from minserve.weights.hub import resolve
 from minserve.weights.loaded import GenerationDefaults
 
 Progress = Callable[[str], None]  # one line about what is happening now
+Fetch = Callable[[Config], Path]  # makes sure that the model's files are here, and says where
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +62,29 @@ class Assembly:
         )
 
 
-def assemble(config: Config, *, observers: Sequence[Observer] = (), progress: Progress = lambda _: None) -> Assembly:
-    """Load everything and compile. CheckpointError, BackendError or DownloadError, each a clear sentence."""
-    assembly = _assemble(config, observers, progress)
+def files_of(config: Config) -> Path:
+    """Where the model's files are, fetched if need be, without a word."""
+    return resolve(config.model.name, revision=config.model.revision)
+
+
+def assemble(
+    config: Config,
+    *,
+    observers: Sequence[Observer] = (),
+    progress: Progress = lambda _: None,
+    fetch: Fetch = files_of,
+) -> Assembly:
+    """Load everything and compile. CheckpointError, BackendError or DownloadError, each a clear sentence.
+
+    fetch: `files_of`, or what also shows how a download goes.
+    """
+    assembly = _assemble(config, observers, progress, fetch(config))
     give_back()
     return assembly
 
 
-def _assemble(config: Config, observers: Sequence[Observer], progress: Progress) -> Assembly:
+def _assemble(config: Config, observers: Sequence[Observer], progress: Progress, source: Path) -> Assembly:
     engine_config = config.engine
-    source = resolve(config.model.name, revision=config.model.revision)
     progress(f"reading {source}")
     loaded = load_checkpoint(source)
     tokenizer = Tokenizer.from_source(loaded.tokenizer)

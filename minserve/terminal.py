@@ -183,12 +183,16 @@ def fetch(config: Config) -> Path:
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True) as bar:
         tasks: dict[str, Any] = {}
 
         def report(what: str, done: int, total: int | None) -> None:
             if what not in tasks:
                 tasks[what] = bar.add_task(what, total=total)
+                if not console.is_terminal:  # where no bar can move, say at least what is going on
+                    size = f", {total / 1e6:.0f} MB" if total else ""
+                    console.print(f"{what}{size} ...", markup=False, highlight=False, soft_wrap=True)
             bar.update(tasks[what], completed=done, total=total)
 
         return resolve(config.model.name, revision=config.model.revision, progress=report)

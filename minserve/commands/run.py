@@ -18,8 +18,9 @@ def serve(model: str | None, **options: Any) -> None:
     """Serve MODEL: a known name, a Hugging Face repo id, a folder, or a .gguf file."""
     settings = read_settings(options, model)
     from minserve.server.serve import run
+    from minserve.terminal import fetch
 
-    sys.exit(run(settings.config, lambda: reread_settings(options, model).config))
+    sys.exit(run(settings.config, lambda: reread_settings(options, model).config, fetch))
 
 
 @click.command()

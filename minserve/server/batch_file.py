@@ -94,10 +94,11 @@ async def _run(config: Config, batch: Batch, progress: Progress, say: Say) -> St
         if services is None:
             return Status.STOPPED
         runner = Runner(services, batch, results, asked)
-        await runner.run(stop, progress)
+        await runner.run(stop, progress, say)
     if (fault := runner.fault or results.failure) is not None:
         raise fault
-    if asked - results.done:
+    if missing := len(asked - results.done):
+        say(f"Stopped: {missing} of {len(asked)} lines have no result. The same command goes on with these.")
         return Status.STOPPED
     return Status.FAILED if results.failed else Status.COMPLETE
 
@@ -119,7 +120,7 @@ class Runner:
         self._stop = asyncio.Event()
         self._progress: Progress = lambda *_: None
 
-    async def run(self, stop: asyncio.Event, progress: Progress) -> None:
+    async def run(self, stop: asyncio.Event, progress: Progress, say: Say) -> None:
         """Until every line has its result, or `stop` is set and what runs has ended."""
         self._stop, self._progress = stop, progress
         progress(self._finished, self._results.failed, self._total)
@@ -129,7 +130,9 @@ class Runner:
         await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
         if not working.done():
-            await self._s.engine.drain(self._s.config.timeouts.drain_s * _DRAIN_SHARE)
+            patience = self._s.config.timeouts.drain_s * _DRAIN_SHARE
+            say(f"Stopping: what runs has {patience:g} s to end. Press Ctrl-C again to exit at once.")
+            await self._s.engine.drain(patience)
         await working
         await self._s.gateway.settled(self._s.config.timeouts.step_s)
 

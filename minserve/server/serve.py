@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from minserve.assemble import Assembly, assemble, default_name
+from minserve.assemble import Assembly, Fetch, assemble, default_name, files_of
 from minserve.async_engine import AsyncEngine
 from minserve.backend.base import BackendError, CheckpointError
 from minserve.config import Config
@@ -41,19 +41,21 @@ _INTERRUPTED = 130  # what shells show for a process that a second Ctrl-C ended
 Say = Callable[[str], None]
 
 
-def run(config: Config, reread: Reread | None = None) -> int:
+def run(config: Config, reread: Reread | None = None, fetch: Fetch = files_of) -> int:
     """Serve until a signal comes; the process's exit status. reread: the configuration as its file says now."""
     setup(config.server.log_format, config.server.log_level)
     # Worker and event loop hand each other every step; with Python's 5 ms one waits for the other's whole slice.
     sys.setswitchinterval(0.0005)
     try:
-        return asyncio.run(serve(config, reread))
+        return asyncio.run(serve(config, reread, fetch=fetch))
     except FAULTS as error:
         print(f"minserve: {error}", file=sys.stderr)
         return 1
 
 
-async def serve(config: Config, reread: Reread | None = None, *, say: Say | None = None) -> int:
+async def serve(
+    config: Config, reread: Reread | None = None, *, say: Say | None = None, fetch: Fetch = files_of
+) -> int:
     """The whole life: port, ledger, weights, engine, service, drain. Raises what `run` turns into a sentence."""
     say = say or _print
     stop, hangup = asyncio.Event(), asyncio.Event()
@@ -64,7 +66,7 @@ async def serve(config: Config, reread: Reread | None = None, *, say: Say | None
         site = Site(sock)
         cleanup.push_async_callback(site.close)
         await site.serve(loading_app())
-        services = await cleanup.enter_async_context(opened(config, say, stop))
+        services = await cleanup.enter_async_context(opened(config, say, stop, fetch))
         if services is None:
             return 0
         last.append(services.gateway.abandon)
@@ -80,7 +82,9 @@ async def serve(config: Config, reread: Reread | None = None, *, say: Say | None
 
 
 @contextlib.asynccontextmanager
-async def opened(config: Config, say: Say, stop: asyncio.Event) -> AsyncIterator[Services | None]:
+async def opened(
+    config: Config, say: Say, stop: asyncio.Event, fetch: Fetch = files_of
+) -> AsyncIterator[Services | None]:
     """Ledger, weights, engine: all that stands behind the gateway, whoever brings the calls. None: told to stop."""
     if broken := validate(config):
         raise ValueError("The settings contradict each other:\n  " + "\n  ".join(broken))
@@ -91,7 +95,7 @@ async def opened(config: Config, say: Say, stop: asyncio.Event) -> AsyncIterator
         if webhook is not None:
             cleanup.push_async_callback(webhook.close)
         cleanup.push_async_callback(accounting.close)
-        assembly = await load(config, (*telemetry.observers, accounting.observe), say, stop)
+        assembly = await load(config, (*telemetry.observers, accounting.observe), say, stop, fetch)
         if assembly is None:
             yield None
             return
@@ -109,7 +113,9 @@ async def opened(config: Config, say: Say, stop: asyncio.Event) -> AsyncIterator
         yield services
 
 
-async def load(config: Config, observers: Sequence[Observer], say: Say, stop: asyncio.Event) -> Assembly | None:
+async def load(
+    config: Config, observers: Sequence[Observer], say: Say, stop: asyncio.Event, fetch: Fetch
+) -> Assembly | None:
     """Assemble on a thread of its own, so that probes and signals are answered meanwhile. None: told to stop."""
     loop = asyncio.get_running_loop()
     loaded: asyncio.Future[Assembly] = loop.create_future()
@@ -119,7 +125,7 @@ async def load(config: Config, observers: Sequence[Observer], say: Say, stop: as
 
     def work() -> None:
         try:
-            assembly = assemble(config, observers=observers, progress=tell)
+            assembly = assemble(config, observers=observers, progress=tell, fetch=fetch)
         except BaseException as error:
             _threadsafe(loop, _fail, loaded, error)
         else:

