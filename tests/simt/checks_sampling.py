@@ -62,7 +62,8 @@ def agree(device: Device, logits: Logits, sampling: SamplingArrays, seats: Seats
         if token != expected:
             assert token >= 0 <= expected, f"row {s}: {token} instead of {expected}"
             plain = not adjusted_rows(sampling)[s]
-            assert plain and sampling.targets[s] < 0, f"row {s}: {token} instead of {expected}"
+            assert plain, f"row {s}: {token} instead of {expected}"
+            assert sampling.targets[s] < 0, f"row {s}: {token} instead of {expected}, which was only to be scored"
             weights = kept_weights(logits[s].astype(np.float32), sampling, s).astype(np.float64)
             edges = np.cumsum(weights) / weights.sum()
             assert weights[token] > 0, f"row {s}: {token} was not kept"
@@ -149,7 +150,9 @@ def equal_weights(kit: Kit) -> None:
     vocab, tokens = 2048, np.array([0, 31, 32, 63, 64, 1000, 1024, 2047])
     logits = np.zeros((len(tokens), vocab), np.float32)
     sampling = make_sampling(len(tokens), temperature=1.0, uniforms=(tokens / vocab).tolist())
-    assert Device(kit, vocab).draw(logits, sampling).tokens.tolist() == tokens.tolist()
+    device = Device(kit, vocab)
+    assert device.draw(logits, sampling).tokens.tolist() == tokens.tolist()
+    agree(device, logits, replace(sampling, top_p=np.full(len(tokens), 0.5, np.float32)))  # one bin holds all the sum
 
 
 def masks_by_row(kit: Kit) -> None:
