@@ -182,17 +182,22 @@ def fetch(config: Config) -> Path:
     """Make sure the model's files are here, with a progress bar while they come."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True) as bar:
-        tasks: dict[str, Any] = {}
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    bar = Progress(*columns, console=console, transient=True)
+    tasks: dict[str, Any] = {}
 
-        def report(what: str, done: int, total: int | None) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(what, total=total)
-                if not console.is_terminal:  # where no bar can move, say at least what is going on
-                    size = f", {total / 1e6:.0f} MB" if total else ""
-                    console.print(f"{what}{size} ...", markup=False, highlight=False, soft_wrap=True)
-            bar.update(tasks[what], completed=done, total=total)
+    def report(what: str, done: int, total: int | None) -> None:
+        if what not in tasks:
+            tasks[what] = bar.add_task(what, total=total)
+            if console.is_terminal:
+                bar.start()
+            else:  # no bar can move there, so say at least what is going on
+                console.print(f"{what} ...", markup=False, highlight=False, soft_wrap=True)
+        bar.update(tasks[what], completed=done, total=total)
 
+    try:
         return resolve(config.model.name, revision=config.model.revision, progress=report)
+    finally:
+        if tasks and console.is_terminal:
+            bar.stop()
