@@ -21,7 +21,7 @@ logprobs(float* __restrict__ token_logprobs,            // [S]
   u64 best = 0;
   for (int i = threadIdx.x; i < vocab; i += kThreads) {
     const u64 other = candidate(ordered(logits[i]), i);
-    best = other > best ? other : best;
+    best = max(best, other);
   }
   const u32 top_key = block_max<kWarps>(best) >> 32;
   const bool sane = is_finite(top_key);                 // a row without a finite maximum has no softmax
@@ -39,7 +39,7 @@ logprobs(float* __restrict__ token_logprobs,            // [S]
     for (int i = threadIdx.x; i < vocab; i += kThreads) {
       const bool clamped = logprob(logits[i]) == kLowest;
       const u64 other = candidate(clamped ? 0 : ordered(logits[i]), i);
-      best = other < previous && other > best ? other : best;
+      best = other < previous ? max(best, other) : best;
     }
     previous = best = block_max<kWarps>(best);
     if (threadIdx.x == 0) {

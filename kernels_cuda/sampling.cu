@@ -96,7 +96,7 @@ sample(int* __restrict__ tokens,                        // [S]
   u64 best = 0;
   for (int i = threadIdx.x; i < vocab; i += kThreads) {
     const u64 other = candidate(ordered(logits[i]), i);
-    best = other > best ? other : best;
+    best = max(best, other);
   }
   best = block_max<kWarps>(best);
   const u32 top_key = best >> 32;

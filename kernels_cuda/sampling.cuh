@@ -22,13 +22,13 @@ template <int kWarps> __device__ __forceinline__ u64 block_max(u64 x) {
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) {
     const u64 other = __shfl_xor_sync(kAllLanes, x, step);
-    x = other > x ? other : x;
+    x = max(x, other);
   }
   __syncthreads();                       // an earlier call may still be reading
   if (threadIdx.x % 32 == 0) best[threadIdx.x / 32] = x;
   __syncthreads();
 #pragma unroll
-  for (int i = 0; i < kWarps; ++i) x = best[i] > x ? best[i] : x;
+  for (int i = 0; i < kWarps; ++i) x = max(x, best[i]);
   return x;
 }
 

@@ -49,7 +49,6 @@ SURVIVORS: dict[str, str] = {
     "sampling.cu: if (threadIdx.x == 0) tokens[s] = targets[s]; | at 16: == -> !=": (
         "the other threads write the same number"
     ),
-    "sampling.cu: best = other > best ? other : best; | at 13: > -> >=": "equal candidates are the same one",
     "sampling.cu: if (top_k > 0 && top_k < vocab) | at 23: < -> <=": "the limit that keeps all tokens keeps all",
     "sampling.cu: if (top_p < 1) | at 10: < -> <=": "the limit that keeps the whole weight drops what has none",
     "sampling.cu: if (known) x = x > 0 ? __fdiv_rn(x, repetition) : __fmul_rn(x, repetition); | at 17: > -> >=": (
@@ -58,15 +57,7 @@ SURVIVORS: dict[str, str] = {
     "sampling.cuh: __syncthreads(); | at 0: __syncthreads(); -> ;": (
         "of block_scan's two the first: its only caller waits between two calls anyway"
     ),
-    "sampling.cuh: x = other > x ? other : x; | at 10: > -> >=": "equal candidates are the same one",
-    "sampling.cuh: for (int i = 0; i < kWarps; ++i) x = best[i] > x ? best[i] : x; | at 45: > -> >=": (
-        "equal candidates are the same one"
-    ),
     "sampling.cuh: for (int step = 1; step < 32; step *= 2) { | at 24: < -> <=": "a round more, in which no lane adds",
-    "logprobs.cu: best = other > best ? other : best; | at 13: > -> >=": "equal candidates are the same one",
-    "logprobs.cu: best = other < previous && other > best ? other : best; | at 33: > -> >=": (
-        "equal candidates are the same one"
-    ),
     "logprobs.cu: if (threadIdx.x == 0) token_logprobs[s] = logprob(logits[token]); | at 16: == -> !=": (
         "the other threads write the same number"
     ),
