@@ -154,6 +154,8 @@ def equal_weights(kit: Kit) -> None:
     assert device.draw(logits, sampling).tokens.tolist() == tokens.tolist()
     logits[:, vocab // 2 :] = -3  # dropped: one bin holds more of the sum than is wanted, and more than a word does
     agree(device, logits, replace(sampling, top_p=np.full(len(tokens), 0.5, np.float32)))
+    logits[:, 1:1000], logits[:, 1000:] = -1.0, -1.07  # the same, dropped is the next bin
+    agree(device, logits, replace(sampling, top_p=np.full(len(tokens), 0.4, np.float32)))
 
 
 def masks_by_row(kit: Kit) -> None:
