@@ -153,7 +153,7 @@ class Scheduler:
                 request.skips = 0
         for chunk in plan.chunks:
             request = self.requests[chunk.request_id]
-            request.skips = max(0, request.skips - 1)
+            request.skips = max(0, request.skips - 1)  # makes up for one rest (policy/turns.py)
             self._cache.grow(request, chunk.start + chunk.count)
         for fork, leader in forks.items():
             self._cache.fork(self.requests[leader], self.requests[fork])

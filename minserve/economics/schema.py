@@ -55,9 +55,7 @@ def open_database(path: Path, durability: str) -> sqlite3.Connection:
     try:
         migrate(database, path)
         database.execute("PRAGMA journal_mode = WAL")
-        database.execute(
-            "PRAGMA cache_size = -256"
-        )  # KiB; rows are appended, so more would hold what nobody reads again
+        database.execute("PRAGMA cache_size = -256")  # KiB: rows are appended, nobody reads them here again
         database.execute(f"PRAGMA synchronous = {'FULL' if durability == 'power' else 'NORMAL'}")
     except (sqlite3.Error, LedgerError) as error:
         database.close()

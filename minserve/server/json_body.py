@@ -22,6 +22,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 _BOM = b"\xef\xbb\xbf"
 _MAX_INT_DIGITS = 4300
+_MANY_FIELDS = 64
 _WHERE = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?", re.DOTALL)
 
 
@@ -38,15 +39,24 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise _explain(body, str(error)) from None
     if not isinstance(value, dict):
         raise _invalid("The request body must be a JSON object.")
-    if b"\\u" in body or any(body.count(b'"%b"' % name.encode()) > 1 for name in value):
-        _refuse_duplicates(body)  # the slow way, where a name stands in the body twice or may be written in two ways
+    if _may_repeat(body, value):
+        _refuse_duplicates(body)
     return {name: field for name, field in value.items() if field is not None}
 
 
+def _may_repeat(body: bytes, value: dict[str, Any]) -> bool:
+    """A name stands in the body twice, or may be written in two ways. Each name costs a search: so only for a few."""
+    return len(value) > _MANY_FIELDS or b"\\u" in body or any(body.count(b'"%b"' % name.encode()) > 1 for name in value)
+
+
 def _refuse_duplicates(body: bytes) -> None:
-    """JSON parsers differ in which of two equal names counts: what was checked might not be what is done."""
+    """The slow way. JSON parsers differ in which of two equal names counts: what was checked might not be done."""
+    try:
+        pairs = json.loads(body, object_pairs_hook=list, parse_int=str, parse_float=str)
+    except RecursionError:
+        raise _invalid("The request body is nested too deeply.") from None
     seen: set[str] = set()
-    for name, _ in json.loads(body, object_pairs_hook=list):
+    for name, _ in pairs:
         if name in seen:
             raise _invalid(f"The request body has the field {shown(name)} twice.", name)
         seen.add(name)

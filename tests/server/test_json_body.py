@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from minserve.request import RequestError
+from minserve.server import json_body
 from minserve.server.json_body import parse_object, to_struct
 from minserve.server.schema import ChatBody, CompletionBody, refuse_unsupported
 
@@ -86,6 +87,16 @@ def test_a_field_that_comes_twice_is_refused(second: str) -> None:
     with pytest.raises(RequestError) as caught:
         parse_object(b'{"n": 1, "stop": "\\"n\\"", "%b": 2}' % second.encode())
     assert (caught.value.status, caught.value.param) == (400, "n")
+
+
+def test_looking_for_duplicates_takes_no_search_per_field_and_no_depth() -> None:
+    many = ", ".join(f'"x{i}": {i}' for i in range(1000)).encode()
+    assert json_body._may_repeat(many, dict.fromkeys(map(str, range(1000)))), "not one search for each"
+    with pytest.raises(RequestError) as caught:
+        parse_object(b'{%b, "x7": 1}' % many)
+    assert caught.value.param == "x7"
+    with pytest.raises(RequestError, match="too deeply"):
+        json_body._refuse_duplicates(b'{"a": %b}' % (b"[" * 100_000 + b"]" * 100_000))
 
 
 def test_a_name_may_come_again_deeper_or_as_a_value() -> None:
