@@ -90,6 +90,11 @@ def from_http(error: web.HTTPException) -> RequestError:
     return RequestError(message, status=status, code=_CODES.get(status, "http_error"), kind=_KINDS.get(status))
 
 
+def not_http(status: int) -> RequestError:
+    """What came over the wire could not be read. Its bytes are not repeated: they may hold a key."""
+    return RequestError("The request is not valid HTTP.", status=status, code="invalid_http")
+
+
 def unexpected(error: Exception) -> RequestError:
     """A fault of ours: the class name helps a bug report, its message could hold the client's text or our paths."""
     return RequestError(f"The server failed ({type(error).__name__}).", status=500, code="internal_error")

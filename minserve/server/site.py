@@ -6,16 +6,19 @@ must not know engines; `serve.py` decides when to switch.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import errno
 import logging
 import socket
 import sys
+from collections.abc import Callable
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from minserve.request import RequestError
-from minserve.server.errors import error_response
+from minserve.server.errors import error_response, not_http
 
 KEEP_ALIVE_S = 75.0  # longer than what proxies in front keep, so that they never write to a closed connection
 _SHUTDOWN_S = 5.0  # for handlers that still write; whatever generates has ended by then
@@ -31,6 +34,32 @@ class _OurFaultsOnly(logging.Filter):
 
 _http_log = logging.getLogger("minserve.http")
 _http_log.addFilter(_OurFaultsOnly())
+
+
+class _Protocol(web.RequestHandler):
+    """A connection. Bytes that are no HTTP get our error object too; without this aiohttp answers in plain text."""
+
+    __slots__ = ()
+
+    def handle_error(
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
+    ) -> web.StreamResponse:
+        response = super().handle_error(request, status, exc, message)  # logs; OSError if something was sent before
+        if isinstance(exc, HttpProcessingError):
+            response = error_response(not_http(exc.code))
+            response.force_close()
+        return response
+
+
+def _protocols(server: web.Server) -> Callable[[], web.RequestHandler]:
+    """Makes one for each connection. aiohttp offers no place for a class of ours; this one adds no state to its own."""
+
+    def make() -> web.RequestHandler:
+        protocol = server()
+        protocol.__class__ = _Protocol
+        return protocol
+
+    return make
 
 
 class PortInUse(Exception):
@@ -78,12 +107,13 @@ class Site:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._runner: web.AppRunner | None = None
+        self._open = contextlib.AsyncExitStack()
+        self.server: web.Server | None = None  # of the application that is served now
 
     async def serve(self, app: web.Application) -> None:
         """Put `app` behind the socket. Connections that arrive during the change wait in the backlog."""
-        await self._release()
-        self._runner = web.AppRunner(
+        await self._open.aclose()
+        runner = web.AppRunner(
             app,
             handler_cancellation=True,  # a client that left cancels its handler, streaming or not
             keepalive_timeout=KEEP_ALIVE_S,
@@ -92,18 +122,19 @@ class Site:
             logger=_http_log,
             auto_decompress=False,
         )
-        await self._runner.setup()
-        await web.SockSite(self._runner, self._sock.dup(), backlog=_BACKLOG).start()
+        self._open.push_async_callback(runner.cleanup)
+        await runner.setup()
+        self.server = runner.server
+        assert self.server is not None
+        listener = await asyncio.get_running_loop().create_server(
+            _protocols(self.server), sock=self._sock.dup(), backlog=_BACKLOG
+        )
+        self._open.callback(listener.close)
 
     async def close(self) -> None:
         """Stop listening and let the handlers finish. Idempotent."""
         self._sock.close()
-        await self._release()
-
-    async def _release(self) -> None:
-        if self._runner is not None:
-            runner, self._runner = self._runner, None
-            await runner.cleanup()
+        await self._open.aclose()
 
 
 def loading_app() -> web.Application:

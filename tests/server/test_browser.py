@@ -143,10 +143,8 @@ async def test_an_answer_that_a_reload_cut_goes_on(open_page: Open) -> None:
         await expect(page.locator(".content")).to_have_text("It began")
         # A browser that cuts the connection before the page hears that it is left.
         await page.evaluate("dispatchEvent(new Event('beforeunload'))")
-        runner = server.site._runner
-        assert runner is not None
-        assert runner.server is not None
-        for connection in runner.server.connections:
+        assert server.site.server is not None
+        for connection in server.site.server.connections:
             assert connection.transport is not None
             connection.transport.abort()
         await idle(page)

@@ -36,6 +36,10 @@ async def server() -> AsyncIterator[Server]:
 
 async def raw(server: Server, request: bytes) -> int:
     """The status of a request sent as it is, with no client library that tidies paths in between."""
+    return int((await raw_answer(server, request)).split()[1])
+
+
+async def raw_answer(server: Server, request: bytes) -> bytes:
     host, port = server.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(request)
@@ -43,7 +47,7 @@ async def raw(server: Server, request: bytes) -> int:
     data = await asyncio.wait_for(reader.read(), 10)
     writer.close()
     await writer.wait_closed()
-    return int(data.split()[1])
+    return data
 
 
 def error(status: int, body: Any) -> Any:
@@ -54,6 +58,29 @@ def error(status: int, body: Any) -> Any:
 
 
 # -- errors
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        pytest.param(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Key: sec\x00ret\r\n\r\n", id="header-byte"),
+        pytest.param(b"GET /health HTTP/1.1\r\nHost: localhost\r\nsecret\r\n\r\n", id="header-without-value"),
+        pytest.param(b"GET /health HTTP/1.1\r\nX-Key: " + b"secret" * 2000 + b"\r\n\r\n", id="header-too-long"),
+        pytest.param(b"GET /health secret/1.1\r\n\r\n", id="version"),
+        pytest.param(b"\x16\x03\x01\x02\x00\x01secret\r\n\r\n", id="tls"),
+    ],
+)
+async def test_what_is_no_http_gets_a_json_error_too(
+    server: Server, request_bytes: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    head, _, body = (await raw_answer(server, request_bytes)).partition(b"\r\n\r\n")
+    assert head.split()[1] == b"400"
+    assert b"\r\nContent-Type: application/json" in head
+    assert error(400, json.loads(body))["code"] == "invalid_http"
+    assert b"secret" not in body
+    assert "secret" not in caplog.text
+    async with server.session.get(server.url + "/health") as response:
+        assert response.status == 200
 
 
 @pytest.mark.parametrize(
