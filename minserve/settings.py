@@ -27,6 +27,15 @@ PREFIX = "MINSERVE_"
 OTHER_VARIABLES = frozenset({"MINSERVE_CACHE", "MINSERVE_DATA", "MINSERVE_CONFIG", "MINSERVE_API_KEY"})
 
 
+# What nobody chose gives way to a ceiling that somebody did: `--max-tokens 77` needs no second flag.
+BELOW = {
+    "limits.default_max_tokens": "limits.max_tokens",
+    "limits.default_completion_tokens": "limits.max_tokens",
+    "pools.interactive.max_num_seqs": "engine.max_num_seqs",
+    "pools.bulk.max_num_seqs": "engine.max_num_seqs",
+}
+
+
 class SettingsError(ValueError):
     """A value that can't be used. The message names the field and where it was set."""
 
@@ -79,12 +88,22 @@ def load(file: Path | None, environment: Mapping[str, str], flags: Mapping[str, 
         flag = flag_of(name)
         values[name] = _convert(name, text, flag, strict=False)
         origins[name] = flag
+    _fill_in(values, origins)
+    return Settings(_build(values), origins)
+
+
+def _fill_in(values: dict[str, Any], origins: dict[str, str]) -> None:
+    """What nobody chose: the profile's values, and what follows from a ceiling that somebody chose."""
+    chosen = set(values)
     profile = values.get("profile", Config().profile)
     for name, value in PROFILES[profile].items():
-        if name not in values:
+        if name not in chosen:
             values[name] = value
             origins[name] = f"profile {profile}"
-    return Settings(_build(values), origins)
+    for name, ceiling in BELOW.items():
+        if name not in chosen and ceiling in chosen and values[ceiling] < values.get(name, FIELDS[name].default):
+            values[name] = values[ceiling]
+            origins[name] = origins[ceiling]
 
 
 def data_dir() -> Path:

@@ -103,6 +103,21 @@ def test_a_profile_sets_defaults_that_every_other_source_overrides(tmp_path: Pat
     assert got.origins["engine.block_size"] == "default"
 
 
+def test_what_nobody_chose_gives_way_to_a_chosen_ceiling(tmp_path: Path) -> None:
+    got = settings(tmp_path, limits__max_tokens="77")
+    assert (got.config.limits.default_max_tokens, got.config.limits.default_completion_tokens) == (77, 16)
+    assert got.origins["limits.default_max_tokens"] == "--max-tokens"
+    assert not list(validate(got.config))
+    seats = settings(tmp_path, "profile = 'interactive'\n[engine]\nmax_num_seqs = 4\n").config
+    assert (seats.pools.bulk.max_num_seqs, seats.pools.interactive.max_num_seqs) == (4, 0)
+    assert not list(validate(seats))
+
+
+def test_a_chosen_value_above_its_ceiling_is_a_contradiction(tmp_path: Path) -> None:
+    got = settings(tmp_path, limits__max_tokens="77", limits__default_max_tokens="78")
+    assert "limits.default_max_tokens (78) is more than limits.max_tokens (77)" in " ".join(validate(got.config))
+
+
 def test_the_profile_itself_is_a_setting_like_any_other(tmp_path: Path) -> None:
     env = {"MINSERVE_PROFILE": "interactive"}
     got = settings(tmp_path, 'profile = "bulk"\n', env)
