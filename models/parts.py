@@ -7,6 +7,7 @@ it is known to be harmless.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from minserve.backend.base import (
     Weight,
 )
 from minserve.backend.tensor import HostTensor
+
+log = logging.getLogger("minserve.models")
 
 # Buffers that some exporters store: everything in them follows from the config.
 HARMLESS = re.compile(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)|.*\.self_attn\.(masked_)?bias")
@@ -243,8 +246,11 @@ def model_length(asked: int, context: int, pairs: int) -> int:
     """Tokens a sequence may have: what was asked for, else what the model was made for. CheckpointError if more.
 
     pairs: of dimensions that rotate. Without being asked no config gets larger tables of angles than MOST_ANGLES: what
-    it claims costs it nothing, and us the memory before the first token.
+    it claims costs it nothing, and us the memory before the first token. The cut is logged.
     """
     if asked > context:
         raise CheckpointError(f"max_model_len {asked} is more than the {context} tokens this model was made for")
-    return asked or min(context, max(1, MOST_ANGLES // pairs))
+    most = max(1, MOST_ANGLES // pairs)
+    if not asked and most < context:
+        log.warning("max_model_len is %d; the model says %d, which --max-model-len can ask for", most, context)
+    return asked or min(context, most)

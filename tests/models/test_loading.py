@@ -107,13 +107,18 @@ def test_max_model_len_is_the_models_own_unless_shorter() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3", "phi3"])
-def test_a_config_that_claims_a_huge_context_gets_no_huge_tables(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless the operator asks for them."""
+def test_a_config_that_claims_a_huge_context_gets_no_huge_tables(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Unless the operator asks for them, which the log says."""
     monkeypatch.setattr(parts, "MOST_ANGLES", 3200)
     checkpoint = changed(name, max_position_embeddings=1 << 24)
     tokens = load_numpy(checkpoint).spec.max_model_len
     assert 100 <= tokens <= 800, "heads of 8 to 64 have 4 to 32 pairs"
+    assert f"max_model_len is {tokens}; the model says {1 << 24}" in caplog.text
+    caplog.clear()
     assert load_numpy(checkpoint, 1000).spec.max_model_len == 1000
+    assert not caplog.text
 
 
 # bug: 76
