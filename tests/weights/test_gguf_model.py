@@ -1,20 +1,42 @@
 """What a GGUF file means in Hugging Face's words: row order, norms, names, config, vocabulary."""
 
+import math
+import struct
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import gguf
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from minserve.backend.base import CheckpointError
+from minserve import models
+from minserve.backend.base import BackendError, CheckpointError
+from minserve.backend.numpy_backend import NumpyBackend
 from minserve.backend.tensor import Encoding, HostTensor
+from minserve.text.tokenizer import Tokenizer
+from minserve.weights.checkpoint import load_checkpoint
 from minserve.weights.dummy import tensor_shapes
 from minserve.weights.gguf_config import ARCHITECTURES
 from minserve.weights.gguf_file import read_gguf
 from minserve.weights.gguf_metadata import Metadata, vocabulary
 from minserve.weights.gguf_model import GgufCheckpoint, unpermuted
-from tests.weights.build import ARRAY, BOOL, FLOAT32, INT32, STRING, UINT8, UINT32, VOCABULARY, Key, gguf_model
+from tests.weights.build import (
+    ARRAY,
+    BOOL,
+    FLOAT32,
+    INT32,
+    STRING,
+    UINT8,
+    UINT32,
+    UINT64,
+    VOCABULARY,
+    Key,
+    bounded_memory,
+    gguf_model,
+)
 
 RNG = np.random.default_rng(3)
 HEADS, KV, DIM, HIDDEN, FFN, VOCAB = 4, 2, 8, 32, 64, 4
@@ -292,3 +314,47 @@ def test_sentencepiece_vocabularies_start_with_bos_and_a_space_unless_they_say_o
 def test_a_vocabulary_that_lies_is_refused(tmp_path: Path, more: Key, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         words(tmp_path, more)
+
+
+# -- damage: from the file to a model that is ready to run
+
+HOSTILE: dict[int, tuple[Any, ...]] = {
+    UINT8: (0, 255),
+    UINT32: (0, 1, 3, 1 << 16, 1 << 24, (1 << 32) - 1),
+    UINT64: (1 << 33, (1 << 64) - 1),
+    FLOAT32: (0.0, -1.0, math.nan, math.inf, 1e-40, 3e38),
+    STRING: ("", "x", "llama", "linear", "\u0107" * 9000),
+    ARRAY: ((UINT32, []), (UINT32, [1 << 31] * 9), (STRING, ["a"] * 4), (FLOAT32, [math.nan] * 4)),
+}
+OPTIONAL = (".attention.key_length", ".attention.value_length", ".rope.dimension_count", ".rope.scaling.type",
+            ".rope.scaling.factor", ".rope.scaling.original_context_length")  # fmt: skip
+
+
+def replacements(architecture: str) -> st.SearchStrategy[list[Key]]:
+    names = [key[0].removeprefix(architecture) for key in keys(architecture)] + list(OPTIONAL)
+    values = st.sampled_from([(kind, value) for kind, values in HOSTILE.items() for value in values])
+    lies = st.builds(lambda name, value: (name, *value), st.sampled_from(names), values)
+    return st.lists(lies, max_size=2, unique_by=lambda lie: lie[0])
+
+
+@settings(max_examples=250, deadline=None)
+@given(data=st.data(), architecture=st.sampled_from(sorted(ARCHITECTURES)))
+def test_a_lying_file_is_refused_or_makes_a_model(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, architecture: str
+) -> None:
+    tensors = to_gguf(architecture, original(ARCHITECTURES[architecture]))
+    head = len(gguf_model(keys(architecture), dict.fromkeys(tensors, np.zeros(0)))) - 32
+    content = bytearray(gguf_model(keys(architecture, *data.draw(replacements(architecture))), tensors))
+    for at, byte in data.draw(st.lists(st.tuples(st.integers(0, head), st.integers(0, 255)), max_size=3)):
+        content[at] = byte
+    if data.draw(st.booleans()):
+        struct.pack_into("<Q", content, data.draw(st.integers(0, head)), data.draw(st.sampled_from(HOSTILE[UINT64])))
+    path = tmp_path_factory.getbasetemp() / "lies.gguf"
+    path.write_bytes(content)
+    with bounded_memory(16 << 20), patch("minserve.models.parts.MOST_ANGLES", 1 << 16):
+        try:
+            loaded = load_checkpoint(path)
+            Tokenizer.from_source(loaded.tokenizer)
+            models.load(loaded.checkpoint, NumpyBackend())
+        except (CheckpointError, BackendError):
+            pass
