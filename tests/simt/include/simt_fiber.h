@@ -51,6 +51,8 @@ struct Block {
   Fiber fibers[kMaxThreads];
   Warp warps[kMaxThreads / 32];
   unsigned short order[kMaxThreads], position[kMaxThreads];
+  uint64_t ready[kMaxThreads / 64]; // a bit per place in the order: whether the fiber there is kReady
+  Fiber* waiting;                   // one that is at the barrier, if any is
   void (*kernel)(void**);
   void** args;
 };

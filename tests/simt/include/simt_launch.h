@@ -9,7 +9,7 @@ inline void fiber_main() {
   for (Rendezvous& r : f.warp->pending)
     if (r.mask >> f.lane & 1) die("thread exits while other lanes wait for it in %s at line %d", r.what, r.line);
   if (block.at_barrier) die("barrier divergence: thread exits while %u threads wait at a barrier", block.at_barrier);
-  f.state = State::kExited;
+  set_state(f, State::kExited);
   f.warp->live &= ~(1u << f.lane);
   --block.live;
   park();
@@ -32,7 +32,7 @@ SIMT_UNCHECKED inline void run_block(int order, unsigned seed) {
   for (unsigned i = 0; i < n; ++i) {
     Fiber& f = b.fibers[i];
     f.tid = {i % b.dim.x, i / b.dim.x % b.dim.y, i / b.dim.x / b.dim.y};
-    f.lane = i % 32, f.warp = &b.warps[i / 32], f.state = State::kReady, f.what = "", f.line = 0;
+    f.lane = i % 32, f.warp = &b.warps[i / 32], f.what = "", f.line = 0;
     f.copies.clear(), f.copy_group = 0;
     f.warp->exists |= 1u << f.lane, f.warp->live = f.warp->exists;
     f.sp = new_stack(stacks + (i + 1) * kStackBytes, fiber_main);
@@ -40,6 +40,8 @@ SIMT_UNCHECKED inline void run_block(int order, unsigned seed) {
   }
   if (order == 2) shuffle(b.order, n, seed + b.epoch);
   for (unsigned i = 0; i < n; ++i) b.position[b.order[i]] = i;
+  memset(b.ready, 0, sizeof b.ready);
+  for (unsigned i = 0; i < n; ++i) set_state(b.fibers[i], State::kReady);
   self = &b.fibers[b.order[0]];
   simt_switch(&main_sp, self->sp);
   self = nullptr;

@@ -10,15 +10,26 @@ SIMT_UNCHECKED inline void switch_to(Fiber& next) {
   simt_switch(&old->sp, next.sp);
 }
 
+SIMT_UNCHECKED inline void set_state(Fiber& f, State state) {
+  unsigned at = block.position[&f - block.fibers];
+  uint64_t bit = uint64_t(1) << at % 64;
+  f.state = state;
+  block.ready[at / 64] = state == State::kReady ? block.ready[at / 64] | bit : block.ready[at / 64] & ~bit;
+}
+
+SIMT_UNCHECKED inline Fiber* next_ready(unsigned at) {     // the first in the order from place `at` on, then from 0
+  constexpr unsigned n = kMaxThreads / 64;
+  uint64_t word = block.ready[at / 64] & ~uint64_t(0) << at % 64;
+  for (unsigned k = 0, i = at / 64; k <= n; ++k, i = (i + 1) % n, word = block.ready[i])
+    if (word) return &block.fibers[block.order[i * 64 + __builtin_ctzll(word)]];
+  return nullptr;
+}
+
 SIMT_UNCHECKED inline void park() {                // run somebody else until this fiber is ready again
   // Forward: in turn.  Otherwise the order is one of priority: whoever comes first
   // and can run does, so some warps race ahead as far as the barriers let them.
-  unsigned n = block.threads, at = block.greedy ? n - 1 : block.position[self - block.fibers];
-  for (unsigned k = 0; k < n; ++k) {
-    if (++at == n) at = 0;
-    Fiber& next = block.fibers[block.order[at]];
-    if (next.state == State::kReady) return switch_to(next);
-  }
+  unsigned n = block.threads, own = block.position[self - block.fibers];
+  if (Fiber* next = next_ready(block.greedy || own + 1 == n ? 0 : own + 1)) return switch_to(*next);
   if (block.live == 0) leave();
   std::string who;                  // nobody can run: say where everyone waits
   for (unsigned i = 0; i < n && who.size() < 600; ++i) {
@@ -31,7 +42,7 @@ SIMT_UNCHECKED inline void park() {                // run somebody else until th
 
 SIMT_UNCHECKED inline void release_barrier() {
   for (unsigned i = 0; i < block.threads; ++i)
-    if (block.fibers[i].state == State::kAtBarrier) block.fibers[i].state = State::kReady;
+    if (block.fibers[i].state == State::kAtBarrier) set_state(block.fibers[i], State::kReady);
   block.at_barrier = 0;
   ++block.barriers;
 }
@@ -39,15 +50,15 @@ SIMT_UNCHECKED inline void release_barrier() {
 SIMT_UNCHECKED inline void barrier(const char* what, int line) {
   if (block.live != block.threads)
     die("barrier divergence: %s at line %d, but %u threads have exited", what, line, block.threads - block.live);
-  for (unsigned i = 0; block.at_barrier && i < block.threads; ++i) {   // compare with one waiting thread
-    Fiber& f = block.fibers[i];
-    if (f.state != State::kAtBarrier) continue;
+  if (block.at_barrier) {
+    Fiber& f = *block.waiting;
     if (f.line != line || strcmp(f.what, what))
-      die("barrier divergence: %s at line %d, but thread %u waits in %s at line %d", what, line, i, f.what, f.line);
-    break;
+      die("barrier divergence: %s at line %d, but thread %u waits in %s at line %d", what, line,
+          unsigned(&f - block.fibers), f.what, f.line);
   }
   self->what = what, self->line = line;
-  self->state = State::kAtBarrier;
+  set_state(*self, State::kAtBarrier);
+  block.waiting = self;
   if (++block.at_barrier == block.threads) return release_barrier();
   park();
 }
@@ -78,10 +89,10 @@ SIMT_UNCHECKED inline void collective(unsigned mask, IO& mine, const char* what,
     complete(reinterpret_cast<IO**>(meet->io), mask);
     Fiber* base = self - self->lane;
     for (int i = 0; i < 32; ++i)
-      if (mask >> i & 1) base[i].state = State::kReady;
+      if (mask >> i & 1) set_state(base[i], State::kReady);
   } else {
     self->what = what, self->line = line;
-    self->state = State::kInWarp;
+    set_state(*self, State::kInWarp);
     park();
   }
 }
