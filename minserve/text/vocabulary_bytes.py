@@ -41,10 +41,13 @@ def bytes_table(
     decoders = {step["type"]: step for step in _steps(document.get("decoder"))}
     table = [b""] * size
     if "ByteLevel" in decoders:
-        alphabet = byte_alphabet()
+        foreign = dict.fromkeys(range(256), 256)  # what Latin-1 has and the alphabet has not, it shall not have either
+        letters = foreign | {ord(character): byte for character, byte in byte_alphabet().items()}
         for token, i in vocabulary.items():
-            known = i not in added_ids and all(character in alphabet for character in token)
-            table[i] = bytes(alphabet[character] for character in token) if known else token.encode()
+            try:
+                table[i] = token.encode() if i in added_ids else token.translate(letters).encode("latin-1")
+            except UnicodeEncodeError:  # not written in the alphabet
+                table[i] = token.encode()
         return BytesTable(tuple(table), strips_first_space=False)
     metaspace = decoders.get("Metaspace")
     if metaspace is None and "ByteFallback" not in decoders and "Replace" not in decoders:

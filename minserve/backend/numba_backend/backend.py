@@ -87,6 +87,7 @@ class NumbaBackend:
         self._arena = Arena()
         self._store = PackedStore(f"{weights_id.hex()[:32]}-{quantize}" if weights_id else "")
         self._bf16_bytes = self._int_bytes = 0
+        self._loaded: list[Bytes] = []
         self._peaks: Peaks | None = None
 
     @property
@@ -109,7 +110,7 @@ class NumbaBackend:
             bf16 = self._bf16_bytes > self._int_bytes
             rate = dot_rate(self.threads, bf16=bf16)
             self._peaks = Peaks(
-                bandwidth(self.threads), rate if bf16 or not self._accurate else rate * AS_INT8 / AS_INT12
+                bandwidth(self.threads, self._loaded), rate if bf16 or not self._accurate else rate * AS_INT8 / AS_INT12
             )
         return self._peaks
 
@@ -124,6 +125,7 @@ class NumbaBackend:
             data = self._arena.take(nbytes)
             write(data)
             self._store.add(key, data)
+        self._loaded.append(data)
         if form is BF16:
             self._bf16_bytes += nbytes
         else:
