@@ -67,15 +67,14 @@ def scores(zero, n_rows, q, keys, table, first, last, dim, s, ahead, ahead_table
     ahead, ahead_table: keys and block ids of the task that follows, as many blocks of which are fetched meanwhile; 0:
     nothing is.
     """
-    words = BLOCK * dim * 4
+    nbytes = BLOCK * dim * 2
     for c in range(first, last):
-        block = keys + i32(table, c) * words
+        block = keys + i32(table, c) * nbytes
         tile = zero
         if ahead:
-            follower = ahead + i32(ahead_table, c - first) * words
+            follower = ahead + i32(ahead_table, c - first) * nbytes
             for d in range(dim // 2):
-                prefetch_l2(follower + d * 128)
-                prefetch_l2(follower + d * 128 + 64)
+                prefetch_l2(follower + d * 64)
                 tile = bf16_tile(tile, load_u8(block, d * 64), q, d * n_rows * 4, 1)
         else:
             for d in range(dim // 2):
@@ -117,17 +116,17 @@ def softmax_row(s, r, n_rows, first, last, first_key, last_key, cap, mask, weigh
 
 
 @merged
-def weighted_values(zero, n_rows, weights, keys, table, first, last, dim, out):
+def weighted_values(zero, n_rows, weights, values, table, first, last, dim, out):
     """out [rows][dim] = weights . v, summed over the blocks in registers. v [token pairs][dim][2].
 
     Small tiles take 64 dims at a time, so that values are read from memory in the order in which they lie.
     """
-    words, j = BLOCK * dim * 4, 0
+    nbytes, j = BLOCK * dim * 2, 0
     if len(zero) <= 4:
         while j + 64 <= dim:
             a, b, c, d = zero, zero, zero, zero
             for i in range(first, last):
-                v = keys + i32(table, i) * words + BLOCK * dim * 2 + j * 4
+                v = values + i32(table, i) * nbytes + j * 4
                 w = weights + (i - first) * n_rows * 32
                 for t in range(BLOCK // 2):
                     a = bf16_tile(a, load_u8(v, t * dim * 4), w, t * 4, 8)
@@ -142,7 +141,7 @@ def weighted_values(zero, n_rows, weights, keys, table, first, last, dim, out):
     while j < dim:
         tile = zero
         for i in range(first, last):
-            v = keys + i32(table, i) * words + BLOCK * dim * 2 + j * 4
+            v = values + i32(table, i) * nbytes + j * 4
             w = weights + (i - first) * n_rows * 32
             for t in range(BLOCK // 2):
                 tile = bf16_tile(tile, load_u8(v, t * dim * 4), w, t * 4, 8)
@@ -151,18 +150,18 @@ def weighted_values(zero, n_rows, weights, keys, table, first, last, dim, out):
 
 
 @merged
-def attend_chunk(
-    shape, n_rows, q, keys, table, first, last, dim, limits, cap, mask, s, weights, out, stats, ahead, ahead_table
-):
-    """One chunk of keys: out [rows][dim] unnormalized sums, stats [rows][2] maximum and denominator."""
+def attend_chunk(shape, n_rows, q, cache, first, last, dim, limits, cap, mask, s, weights, out, stats, ahead):
+    """One chunk of keys: out [rows][dim] unnormalized sums, stats [rows][2] maximum and denominator. cache: addresses
+    of keys, values and block ids; ahead: of keys and block ids of the task that follows."""
+    keys, values, table = cache
     zero = zeros_like(shape)
-    scores(zero, n_rows, q, keys, table, first, last, dim, s, ahead, ahead_table)
+    scores(zero, n_rows, q, keys, table, first, last, dim, s, ahead[0], ahead[1])
     for r in range(n_rows):
         first_key, last_key = i64(limits, 2 * r), i64(limits, 2 * r + 1)
         top, total = softmax_row(s, r, n_rows, first, last, first_key, last_key, cap, mask, weights)
         set_f32(stats, 2 * r, top)
         set_f32(stats, 2 * r + 1, total)
-    weighted_values(zero, n_rows, weights, keys, table, first, last, dim, out)
+    weighted_values(zero, n_rows, weights, values, table, first, last, dim, out)
 
 
 @merged
@@ -190,9 +189,10 @@ def attend(shape, task, following, p, tid):
     scale, cap, window, group = F(f64(p, 14)), F(f64(p, 15)), i64(p, 17), heads // kv_heads
     table = i64(batch, TABLES) + r * i64(batch, TABLE_WIDTH) * 4
     next_r, next_h, next_c = following
-    ahead = keys + next_h * blocks * BLOCK * dim * 4 if next_r >= 0 else 0
-    ahead_table = i64(batch, TABLES) + (next_r * i64(batch, TABLE_WIDTH) + next_c * CHUNK) * 4
+    follower = keys + next_h * blocks * BLOCK * dim * 4 if next_r >= 0 else 0
+    follower_table = i64(batch, TABLES) + (next_r * i64(batch, TABLE_WIDTH) + next_c * CHUNK) * 4
     keys += h * blocks * BLOCK * dim * 4
+    cache, ahead = (keys, keys + blocks * BLOCK * dim * 2, table), (follower, follower_table)
     # scratch: scores, sums of a chunk, running sums, statistics, limits, weights, queries
     s = i64(p, 11) + tid * i64(p, 12)
     sums = s + CHUNK * n_rows * 64
@@ -216,9 +216,7 @@ def attend(shape, task, following, p, tid):
     last = i32(positions, t + tokens - 1) // BLOCK + 1
     for c in range(c0, c1):
         b0, b1 = c * CHUNK, min(last, (c + 1) * CHUNK)
-        attend_chunk(
-            shape, n_rows, q, keys, table, b0, b1, dim, limits, cap, mask, s, weights, sums, stats, ahead, ahead_table
-        )
+        attend_chunk(shape, n_rows, q, cache, b0, b1, dim, limits, cap, mask, s, weights, sums, stats, ahead)
         if part < 0:
             fold(n_rows, dim, b0, b1, limits, sums, stats, total, totals)
     for row in range(tokens * group):

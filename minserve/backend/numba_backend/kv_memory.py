@@ -1,7 +1,8 @@
 """The KV cache's memory: where a block of each layer and head lies.
 
-Owns the one allocation. It must not know requests: block ids come from the batch. Kernels address a head's blocks by
-their distance from its first one, so ids are turned into such distances (`places`) when a step's buffers are filled.
+Owns the one allocation. It must not know requests: block ids come from the batch. Kernels address the keys of a head's
+blocks by their distance from its first ones, and its values likewise, so ids are turned into such distances (`places`)
+when a step's buffers are filled.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ class KVMemory:
         heads = sum(layer.kv_heads for layer in kv)
         sizes = {block_words(layer.head_dim) for layer in kv}
         # Runs interleave heads of one size only, and places must fit int32.
-        short = len(sizes) == 1 and num_blocks * heads * BLOCK < 1 << 31
+        short = len(sizes) == 1 and 2 * num_blocks * heads * BLOCK < 1 << 31
         self._run = RUN if short else max(1, num_blocks)
         runs = -(-num_blocks // self._run)
-        self._jump = self._run * (heads - 1) if short else 0
-        counts = [runs * layer.kv_heads * self._run * block_words(layer.head_dim) for layer in kv]
+        self._jump = self._run * (2 * heads - 1) if short else 0
+        counts = [runs * layer.kv_heads * 2 * self._run * block_words(layer.head_dim) for layer in kv]
         try:
             words: npt.NDArray[np.uint16] = aligned(2 * sum(counts), PAGE).view(np.uint16)
         except MemoryError as error:
@@ -48,14 +49,14 @@ class KVMemory:
         first, at = 0, 0
         for layer, count in zip(kv, counts, strict=True):
             if short:
-                whole = words.reshape(runs, heads, self._run, -1)
+                whole = words.reshape(runs, heads, 2, self._run, -1)
                 self.layers.append(LayerCache(whole[:, first : first + layer.kv_heads]))
             else:
-                self.layers.append(LayerCache(words[at : at + count].reshape(1, layer.kv_heads, self._run, -1)))
+                self.layers.append(LayerCache(words[at : at + count].reshape(1, layer.kv_heads, 2, self._run, -1)))
             first, at = first + layer.kv_heads, at + count
 
     def places(self, blocks: Int32) -> Int32:
-        """Block ids -> how many blocks lie between a head's first block and these."""
+        """Block ids -> how many blocks of keys (or values) would fit between a head's first ones and these."""
         return blocks + blocks // np.int32(self._run) * np.int32(self._jump)
 
     def slots(self, slots: Int32) -> Int32:
@@ -79,5 +80,5 @@ class KVMemory:
             return
         self._last = max(self._last, int(destination.max()))
         for layer in self.layers:
-            taken = layer.words[source // self._run, :, source % self._run]
-            layer.words[destination // self._run, :, destination % self._run] = taken
+            taken = layer.words[source // self._run, :, :, source % self._run]
+            layer.words[destination // self._run, :, :, destination % self._run] = taken

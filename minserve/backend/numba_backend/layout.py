@@ -2,11 +2,13 @@
 
 Owns the constants and the few formulas, for Python and for jitted code alike. It must not know what is computed.
 
-KV cache     [run of blocks][layer][kv head][RUN blocks] of 4 * BLOCK * D bytes, bfloat16: K [D/2][BLOCK tokens][2
-             dims], then V [BLOCK/2 token pairs][D][2 tokens]. Both orders make a 64-byte load feed 16 lanes of
-             vdpbf16ps: tokens for the scores, dims for the sum of values. A head's blocks with consecutive ids are
-             adjacent, but runs stay short: all layers touch new memory together, and a huge page for each head of each
-             layer at once would hold up a step by a third of a second.
+KV cache     [run of blocks][layer][kv head][K, V][RUN blocks] of 2 * BLOCK * D bytes, bfloat16: K [D/2][BLOCK
+             tokens][2 dims], V [BLOCK/2 token pairs][D][2 tokens]. Both orders make a 64-byte load feed 16 lanes of
+             vdpbf16ps: tokens for the scores, dims for the sum of values. A head's keys with consecutive ids are
+             adjacent, and so are its values: attention reads first the one, then the other, and the processor fetches
+             such a stream ahead twice as fast as one that skips every second 2 KB. But runs stay short: all layers
+             touch new memory together, and a huge page for each head of each layer at once would hold up a step by a
+             third of a second.
 Activations  as a linear layer reads them, in tiles of TILE tokens (the last one shorter, n tokens):
              integers p: bytes q [K/32][n][mode] that stand for them, then per group and token [K/32][n]: scale
              (float32), scale * sum of p (float32), -sum of p, -sum of the first 16 p (int32). bfloat16: [K/2][n][2].
@@ -48,5 +50,5 @@ padded_width, row_bytes = inlined(width), inlined(activation_bytes)  # the same 
 
 
 def block_words(dim: int) -> int:
-    """16-bit words of one KV block of one head: K and V."""
-    return 2 * BLOCK * dim
+    """16-bit words of the keys, or of the values, of one KV block of one head."""
+    return BLOCK * dim

@@ -33,14 +33,14 @@ class Rope:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerCache:
-    """One layer's KV cache: words [runs, kv heads, blocks of a run, block words], bfloat16 bits."""
+    """One layer's KV cache: words [runs, kv heads, 2 (K, V), blocks of a run, block words], bfloat16 bits."""
 
     words: npt.NDArray[np.uint16]
 
     @property
     def blocks(self) -> int:
-        """From one head to the next, in blocks."""
-        return int(self.words.shape[2])
+        """Of a run: from a head's keys to its values."""
+        return int(self.words.shape[3])
 
 
 @dataclass(slots=True, eq=False)
@@ -102,7 +102,7 @@ class Recorder:
         require(qkv.cols == heads.cols, f"rope on {qkv.cols} columns, the heads need {heads.cols}")
         require(not qkv.users and qkv.rows == T_ROWS, "rope_write_kv works in place, on the rows of the step")
         require(heads.dim % BLOCK == 0, f"head dimension {heads.dim} is not a multiple of {BLOCK}")
-        require(cache.words.shape[1::2] == (heads.kv, block_words(heads.dim)), "the cache is laid out for other heads")
+        require(cache.words.shape[1::3] == (heads.kv, block_words(heads.dim)), "the cache is laid out for other heads")
         attrs = {"heads": heads, "rope": rope, "cache": cache, "q_norm": q_norm, "k_norm": k_norm, "eps": eps}
         return Value("rope", (qkv,), qkv.rows, qkv.cols, attrs)
 

@@ -72,7 +72,7 @@ def rope_write_kv(tid, threads, rows, p):
     for h in range(h0, h1):
         rotates = h < heads + kv_heads
         weight = q_norm if h < heads else (k_norm if rotates else 0)
-        place = cache + (h - heads) % kv_heads * blocks * BLOCK * dim * 4 + (0 if rotates else BLOCK * dim * 2)
+        place = cache + ((h - heads) % kv_heads * 2 + (0 if rotates else 1)) * blocks * BLOCK * dim * 2
         for m in range(rows):
             i = m * stride + h * dim
             if weight:
@@ -83,7 +83,7 @@ def rope_write_kv(tid, threads, rows, p):
                 rotate(qkv, i, cos, sin, i32(positions, m) * half, half)
             if h >= heads:
                 slot = i32(slots, m)
-                block, offset = place + slot // BLOCK * BLOCK * dim * 4, slot % BLOCK
+                block, offset = place + slot // BLOCK * BLOCK * dim * 2, slot % BLOCK
                 if offset == 0:
                     zero_bytes(block, BLOCK * dim * 2)
                 if rotates:

@@ -26,14 +26,15 @@ def test_a_block_of_a_head_is_its_own_and_lies_where_kernels_look(kv: tuple[KVSp
     for spec, layer in zip(kv, memory.layers, strict=True):
         nbytes = 2 * block_words(spec.head_dim)
         for head in range(spec.kv_heads):
-            first = layer.words.ctypes.data + head * layer.blocks * nbytes
-            addresses = set((first + places * nbytes).tolist())
-            assert len(addresses) == COUNT
-            assert not addresses & seen
-            seen |= addresses
-            for block in (0, RUN - 1, RUN, COUNT - 1):
-                view = layer.words[block // layer.blocks, head, block % layer.blocks]
-                assert view.ctypes.data == first + places[block] * nbytes
+            for part in range(2):
+                first = layer.words.ctypes.data + (2 * head + part) * layer.blocks * nbytes
+                addresses = set((first + places * nbytes).tolist())
+                assert len(addresses) == COUNT
+                assert not addresses & seen
+                seen |= addresses
+                for block in (0, RUN - 1, RUN, COUNT - 1):
+                    view = layer.words[block // layer.blocks, head, part, block % layer.blocks]
+                    assert view.ctypes.data == first + places[block] * nbytes
 
 
 @pytest.mark.parametrize("kv", [UNIFORM, MIXED])
@@ -47,7 +48,7 @@ def test_copies_reach_every_layer_and_nothing_else(kv: tuple[KVSpec, ...]) -> No
     for old, layer in zip(before, memory.layers, strict=True):
         run = layer.blocks
         for s, t in zip(source, target, strict=True):
-            old[t // run, :, t % run] = old[s // run, :, s % run]
+            old[t // run, :, :, t % run] = old[s // run, :, :, s % run]
         assert (layer.words == old).all()
 
 
@@ -61,14 +62,14 @@ def test_memory_is_touched_one_page_a_step_and_only_behind_what_is_in_use() -> N
         slots = np.arange(block * BLOCK, block * BLOCK + 3, dtype=np.int32)
         memory.touch_ahead(slots)
         for layer in memory.layers:
-            layer.words[block // RUN, :, block % RUN] = step
+            layer.words[block // RUN, :, :, block % RUN] = step
         kept[block] = step
         if step % 7 == 0 and step:
             target = int(rng.integers(0, 8 * RUN))
             memory.copy(np.array([block]), np.array([target]))
             kept[target] = step
         for known, value in kept.items():
-            assert all((layer.words[known // RUN, :, known % RUN] == value).all() for layer in memory.layers)
+            assert all((layer.words[known // RUN, :, :, known % RUN] == value).all() for layer in memory.layers)
 
 
 def test_places_beyond_int32_fall_back_to_long_runs(monkeypatch: pytest.MonkeyPatch) -> None:
