@@ -153,7 +153,7 @@ class AccountConfig(Section, frozen=True):
 
     user: str = "local"
     feature: str = "default"
-    pool: PoolName = "interactive"
+    pool: PoolName | None = None  # None: interactive; for a key: that of [local], with its pools, which a profile sets
     pools: tuple[PoolName, ...] = ()  # further pools that a request may choose
     min_priority: int = 0  # lower goes first: requests below it are clamped
     limits: tuple[LimitConfig, ...] = ()  # of this key

@@ -60,7 +60,7 @@ def ledger(what: str, by: str, form: Any, limit: int, **options: Any) -> None:
 @click.command()
 @click.argument("scenario", required=False, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--price", type=click.FloatRange(min=0), help="What a user pays a month: shows the margin.")
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write the tail as SVG.")
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write the tail to this .svg file.")
 @filter_options
 @config_options
 def cost(scenario: Path | None, price: float | None, plot: Path | None, **options: Any) -> None:
@@ -70,6 +70,8 @@ def cost(scenario: Path | None, price: float | None, plot: Path | None, **option
     from minserve.economics.scenario import load
     from minserve.economics.schema import LedgerError
 
+    if plot is not None and plot.suffix.lower() != ".svg":
+        fail(f"--plot: {plot.name}: the plot is an SVG file, so its name ends in .svg")
     try:
         if scenario is not None:
             planned = load(scenario)

@@ -103,7 +103,12 @@ class Accounting:
             ledger, kept = None, config.ledger
             if kept.enabled:
                 path = ledger_path(kept, data_folder)
-                ledger = Ledger(path, durability=kept.durability, retention_days=kept.retention_days)
+                ledger = Ledger(
+                    path,
+                    durability=kept.durability,
+                    retention_days=kept.retention_days,
+                    run_idle_s=config.loops.run_idle_s,
+                )
                 undo.callback(ledger.database.close)
             secret = server_secret(data_folder / "page-token.secret")
             accounting = cls(config, ledger=ledger, token_secret=secret, send_alert=send_alert, on_row=on_row)
@@ -151,6 +156,12 @@ class Accounting:
         if identity is None:
             raise RequestError("An API key is needed.", status=401, code="missing_api_key", kind="authentication_error")
         self._check_repeats(identity, admission.digest, now)
+        if identity.run_cost is not None and self.prices.free:
+            raise RequestError(
+                "This server has no prices, so a run's spend can't be limited; X-Run-Max-Calls can.",
+                code="no_prices",
+                param="metadata.run_max_spend",
+            )
         completion = admission.max_tokens * admission.choices
         cost = self.prices.cost(admission.prompt_tokens, 0, completion)
         self._check_price(identity.account, cost)

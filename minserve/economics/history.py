@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from minserve.economics.clock import BELIEVABLE_S
 from minserve.economics.limits import Scope
+from minserve.economics.rows import REFUSED
 from minserve.economics.windows import Amount, Period
 
 _COLUMNS: dict[str, tuple[str, ...]] = {
@@ -77,14 +78,14 @@ class Run(NamedTuple):
 
 
 def runs(database: sqlite3.Connection, since: float) -> Iterator[Run]:
-    """Runs that were active after `since`."""
+    """Runs that were active after `since`. What a refused call declared binds nobody."""
     for key, run, last in database.execute(
         "SELECT key, run, MAX(time) FROM calls WHERE run <> '' AND time >= ? GROUP BY key, run", (since,)
     ).fetchall():
         declared = database.execute(
             "SELECT run_calls, run_cost FROM calls WHERE key = ? AND run = ?"
-            " AND (run_calls IS NOT NULL OR run_cost IS NOT NULL) ORDER BY seq LIMIT 1",
-            (key, run),
+            " AND (run_calls IS NOT NULL OR run_cost IS NOT NULL) AND finish <> ? ORDER BY seq LIMIT 1",
+            (key, run, REFUSED),
         ).fetchone()
         used = database.execute(
             f"SELECT {_USED} FROM calls WHERE key = ? AND run = ?"

@@ -13,6 +13,8 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from minserve.config import AccountConfig, KeyConfig
 from minserve.economics.prices import nano
 from minserve.economics.tokens import PageToken, PageTokens, is_page_token
@@ -50,9 +52,10 @@ class Identity:
 
     def pool(self, asked: str | None = None) -> Pool:
         """The pool of a call. RequestError 403 if the account may not use the one it asked for."""
+        own = self.account.pool or Pool.INTERACTIVE.value
         if asked is None:
-            return Pool(self.account.pool)
-        if asked not in (self.account.pool, *self.account.pools):
+            return Pool(own)
+        if asked not in (own, *self.account.pools):
             raise _forbidden("This account may not use that pool.", "pool_not_allowed", "pool")
         return Pool(asked)
 
@@ -75,8 +78,8 @@ class Keyring:
     """Finds the account of a request. Without keys everybody is the local account, which is also the admin."""
 
     def __init__(self, keys: Mapping[str, KeyConfig], local: AccountConfig, tokens: PageTokens) -> None:
-        self._keys = [(name, bytes.fromhex(key.sha256), key) for name, key in keys.items()]
-        self._by_name = dict(keys)
+        self._by_name = {name: _with_pools(key, local) for name, key in keys.items()}
+        self._keys = [(name, bytes.fromhex(key.sha256), key) for name, key in self._by_name.items()]
         self._local = Identity("", local, True, local.feature)
         self._tokens = tokens
 
@@ -173,6 +176,13 @@ def narrow(
         run_calls=None if calls is None else int(calls),
         run_cost=None if spend is None else nano(spend),
     )
+
+
+def _with_pools(key: KeyConfig, local: AccountConfig) -> KeyConfig:
+    """A key that names no pool has the local account's."""
+    if key.pool is not None:
+        return key
+    return msgspec.structs.replace(key, pool=local.pool, pools=key.pools or local.pools)
 
 
 def _label(text: str | None, param: str) -> str:

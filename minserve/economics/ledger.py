@@ -53,11 +53,13 @@ class Ledger:
         *,
         durability: str = "process",
         retention_days: int = 0,
+        run_idle_s: float = 0.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.path = path
         self._clock = clock
         self._retention_s = retention_days * 86400.0
+        self._run_idle_s = run_idle_s
         self.database = open_database(path, durability)
         self.interrupted = self._close_open_rows()
         seq, self.last_time = self.database.execute(
@@ -230,14 +232,17 @@ class Ledger:
         return None
 
     def _clean(self) -> None:
-        """Retention: a few rows a batch, so that nobody waits for it."""
+        """Retention: a few rows a batch, so that nobody waits for it. A run that may go on keeps all of its rows: they
+        hold its budget."""
         now = self._clock()
         if not self._retention_s or now < self._clean_at:
             return
         with self.database:
             deleted = self.database.execute(
-                "DELETE FROM calls WHERE seq IN (SELECT seq FROM calls WHERE time < ? AND finish <> ? LIMIT ?)",
-                (now - self._retention_s, OPEN, _CLEAN_ROWS),
+                "DELETE FROM calls WHERE seq IN (SELECT seq FROM calls AS old WHERE time < ? AND finish <> ?"
+                " AND NOT (run <> '' AND EXISTS (SELECT 1 FROM calls WHERE run <> '' AND key = old.key"
+                " AND run = old.run AND time >= ?)) LIMIT ?)",
+                (now - self._retention_s, OPEN, now - self._run_idle_s, _CLEAN_ROWS),
             ).rowcount
         if deleted < _CLEAN_ROWS:
             self._clean_at = now + _CLEAN_EVERY_S

@@ -69,12 +69,15 @@ class Payer(NamedTuple):
     until: float | None = None
 
 
+Places = tuple[tuple[Counter, int], ...]  # counters and the bucket in each
+
+
 @dataclass(slots=True)
 class Ticket:
     """What was counted for one call, and where: a correction goes to the window of the reservation."""
 
     amount: Amount
-    places: tuple[tuple[Counter, int], ...]
+    places: Places
 
 
 class Limiter:

@@ -46,8 +46,12 @@ class Runs:
     def restore(self, key: str, run: str, budget: Budget) -> None:
         self._declared[Scope("run", (key, run))] = budget
 
+    def take_over(self, other: Runs) -> None:
+        """Budgets that are known already, for a limiter that was made anew."""
+        self._declared |= other._declared
+
     def payer(self, identity: Identity, now: float) -> Payer | None:
-        """The scope that a call of a run counts against, None if nothing limits it.
+        """The scope that a call of a run counts against, with or without a budget; None if it names no run.
 
         RequestError 400: the account wants a run id and there is none, or the run's first call declared otherwise.
         """
@@ -64,8 +68,6 @@ class Runs:
         declared = self._declare(scope, (identity.run_calls, identity.run_cost))
         calls = _least(rules.max_calls, declared[0])
         cost = _least(None if rules.max_spend is None else nano(rules.max_spend), declared[1])
-        if calls is None and cost is None:
-            return None
         return Payer(scope, (Limit(LIFE, requests=calls, cost=cost),), until=now + self._idle_s)
 
     def _declare(self, scope: Scope, said: Budget) -> Budget:

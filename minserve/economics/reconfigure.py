@@ -7,11 +7,12 @@ on top. Without a ledger such a cap begins at zero.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from minserve.config import Config
 from minserve.economics.keys import Identity, Keyring
-from minserve.economics.limits import Limiter, Ticket
+from minserve.economics.limits import Limiter, Places, Ticket
 from minserve.economics.loops import Runs
 from minserve.economics.payers import Payers
 from minserve.economics.prices import Prices
@@ -51,18 +52,21 @@ def _recount(books: Accounting, config: Config) -> Payers:
     drift = PromptDrift(books.alerts, ratio=config.alerts.drift_ratio, least=config.alerts.drift_min_requests)
     with reading(books.ledger.path) as database:
         restore(database, limiter, payers, runs, drift, now, config.loops.run_idle_s)
-    for identity, ticket in books._open.values():
-        _count(limiter, payers, identity, ticket, now)
+    runs.take_over(books._runs)
+    moved = [(ticket, _places(limiter, payers, identity, ticket, now)) for identity, ticket in books._open.values()]
+    for ticket, places in moved:  # nothing fails from here on
+        ticket.places = places
     books.limiter, books._runs, books._drift = limiter, runs, drift
     return payers
 
 
-def _count(limiter: Limiter, payers: Payers, identity: Identity, ticket: Ticket, now: float) -> None:
-    """Move a running call's reservation to new counters. Over a cap or not: it runs."""
+def _places(limiter: Limiter, payers: Payers, identity: Identity, ticket: Ticket, now: float) -> Places:
+    """A running call's reservation in new counters. Over a cap or not: it runs. What it declared is known by now."""
+    identity = replace(identity, run_calls=None, run_cost=None)
     counters = {
         id(counter): counter
         for payer in payers.of(identity, now)
         for limit in payer.limits
         for counter in [limiter.counter(payer.scope, limit.period)]
     }
-    ticket.places = tuple((counter, counter.add(now, ticket.amount)) for counter in counters.values())
+    return tuple((counter, counter.add(now, ticket.amount)) for counter in counters.values())

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Set
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ class Status(IntEnum):
     COMPLETE = 0
     FAILED = 1  # some line has an error, or the run could not go on
     UNUSABLE = 2
-    STOPPED = 3  # by a signal; run it again to go on
+    STOPPED = 3  # by a signal, or for want of a budget; run it again to go on
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +120,12 @@ class Runner:
         self._reading = asyncio.Semaphore(_READERS)
         self._stop = asyncio.Event()
         self._progress: Progress = lambda *_: None
+        self._say: Say = print
+        self._unpaid_said = False
 
     async def run(self, stop: asyncio.Event, progress: Progress, say: Say) -> None:
         """Until every line has its result, or `stop` is set and what runs has ended."""
-        self._stop, self._progress = stop, progress
+        self._stop, self._progress, self._say = stop, progress, say
         progress(self._finished, self._results.failed, self._total)
         lines = self._todo()
         working = asyncio.gather(*(self._work(lines) for _ in range(self._concurrency)))
@@ -174,6 +177,9 @@ class Runner:
                     self.fault = BackendError(error.message)
                     self._stop.set()
                     return None
+                if error.status == HTTPStatus.TOO_MANY_REQUESTS and not _worth_waiting(error):
+                    self._unpaid(line, error)
+                    return None
                 if not _worth_waiting(error):
                     return answered(line, arrival.id, error.status, error_body(error))
                 if await self._stopped_within(min(_MAX_PAUSE_S, error.retry_after or 0.0)):
@@ -183,6 +189,12 @@ class Runner:
                 return answered(line, arrival.id, 500, error_body(unexpected(error)))
             else:
                 return answered(line, arrival.id, 200, body, generation.call.degraded)
+
+    def _unpaid(self, line: Line, error: RequestError) -> None:
+        """A budget is used up: the line waits for another run, when that is larger or new. Said once."""
+        if not self._unpaid_said:
+            self._unpaid_said = True
+            self._say(f"Line {line.number} has to wait for another run, and perhaps more do: {error.message}")
 
     async def _stopped_within(self, seconds: float) -> bool:
         with suppress(TimeoutError):

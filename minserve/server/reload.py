@@ -16,6 +16,7 @@ import msgspec
 from minserve.config import Config, Section
 from minserve.config_rules import validate
 from minserve.economics.schema import LedgerError
+from minserve.request import RequestError
 from minserve.server.services import Services
 
 log = logging.getLogger("minserve.server")
@@ -44,7 +45,7 @@ async def reload(services: Services, reread: Reread, started: Config) -> None:
             raise ValueError("; ".join(broken))
         changed = list(changes(services.config, config))
         await services.accounting.reconfigure(config)
-    except (ValueError, LedgerError) as error:
+    except (ValueError, LedgerError, RequestError) as error:
         log.error("the configuration was not reloaded, the old one stays: %s", error)
         return
     services.configure(config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 from typing import Any
 
+import msgspec
 import pytest
 
 from minserve.config import AccountConfig, KeyConfig
@@ -208,3 +209,17 @@ def test_whatever_is_forbidden_says_so_in_its_type_too(code: str) -> None:
     }
     error = refused(causes[code])
     assert (error.status, error.code, error.kind) == (403, code, "permission_error")
+
+
+def test_a_key_without_a_pool_has_those_of_the_local_account() -> None:
+    """So that a profile, which sets the local account's, holds for keys too."""
+    bulk = AccountConfig(pool="bulk", pools=("interactive",))
+    keys = {"a": KeyConfig(sha256=digest("a").hex(), user="u"), "b": KeyConfig(sha256=digest("b").hex(), user="u")}
+    keys["b"] = msgspec.structs.replace(keys["b"], pool="interactive")
+    ring = Keyring(keys, bulk, PageTokens(b"x"))
+    assert ring.of("a").pool() is Pool.BULK
+    assert ring.identify("Bearer a").pool("interactive") is Pool.INTERACTIVE
+    assert ring.of("b").pool() is Pool.INTERACTIVE
+    with pytest.raises(RequestError, match="pool"):
+        ring.of("b").pool("bulk")
+    assert Keyring(keys, AccountConfig(), PageTokens(b"x")).of("a").pool() is Pool.INTERACTIVE
