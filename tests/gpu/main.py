@@ -38,6 +38,7 @@ def peers(report: Report, reached: Mapping[str, Mapping[int, float]]) -> None:
     if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")):
         report.skip("PyTorch + transformers", "not installed")
         return
+    report.skip("PyTorch at batches 8 and 256, and its prefill", "compiling each takes too long")
     table = report.table("Decode tokens/s against PyTorch + transformers", "model", "batch", "ours", "theirs", "ratio")
     for preset, batches in PEER.items():
         with report.section(f"PyTorch: {preset}", needs=PEER_SECONDS) as go:

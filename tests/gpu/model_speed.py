@@ -108,17 +108,21 @@ def run(target: Target, peaks: Peaks, report: Report, presets: Sequence[str], sp
             with report.section(f"{preset}, batch {batch}", needs=spare + (0 if target.simulated else 15)) as go:
                 if not go:
                     continue
-                kv = sum(4 * layer.kv_heads * layer.head_dim for layer in paper.spec.kv) * (context + 64) * batch
+                most, longest = (max(chunks), max(context, *chunks)) if batch == 1 else (batch, context)
+                kv = sum(4 * layer.kv_heads * layer.head_dim for layer in paper.spec.kv) * (longest + 64) * batch
                 free = target.cp.cuda.Device().mem_info[0]
                 if paper.spec.weight_bytes * 1.1 + kv + (2 << 30) > free and not target.simulated:
                     report.skip(f"{preset}, batch {batch}", f"{kv / 1e9:.0f} GB of KV don't fit")
                     continue
-                running = build(target, preset, batch, max(chunks), max(context, *chunks))
-                decode(target, running, paper, batch, peaks, decodes, preset)
-                reached.setdefault(preset, {})[batch] = decodes.rows[-1][2]
-                if batch == 1:
-                    for chunk in chunks:
-                        prefill(target, running, paper, chunk, peaks, prefills, preset)
-                running.close()
-                target.cp.get_default_memory_pool().free_all_blocks()
+                running = build(target, preset, batch, most, longest)
+                try:
+                    decode(target, running, paper, batch, peaks, decodes, preset)
+                    reached.setdefault(preset, {})[batch] = decodes.rows[-1][2]
+                    if batch == 1:
+                        for chunk in chunks:
+                            prefill(target, running, paper, chunk, peaks, prefills, preset)
+                finally:
+                    running.close()
+                    del running
+                    target.cp.get_default_memory_pool().free_all_blocks()
     return reached

@@ -164,12 +164,12 @@ class TestSources:
 
         monkeypatch.setattr(kernels, "read_source", lambda name: name)
         wanted, lines = Kernels(SimpleNamespace(RawModule=Module)), list[str]()
-        small, large = wanted.get("x", "small", shared=48 * 1024), wanted.get("x", "large", shared=48 * 1024 + 1)
+        small, large = wanted.get("x", "small", shared=47 * 1024), wanted.get("x", "large", shared=47 * 1024 + 1)
         wanted.compile(lines.append)
         wanted.compile(lines.append)
         assert (compiled, lines) == ([("small", "large")], ["compiling x.cu (2 kernels)"])
         assert small._function.max_dynamic_shared_size_bytes == 0
-        assert large._function.max_dynamic_shared_size_bytes == 48 * 1024 + 1
+        assert large._function.max_dynamic_shared_size_bytes == 47 * 1024 + 1
         wanted.get("y", "bad")
         with pytest.raises(BackendError, match=r"y\.cu could not be compiled for this GPU: does not compile"):
             wanted.compile()

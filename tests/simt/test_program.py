@@ -64,6 +64,27 @@ class TestGraphs:
                 batch = decode(*[length + step for length in (33, 5, 20, 1)][:requests])
                 assert (replayed.logits(batch) == eager.logits(batch)).all()
 
+    @pytest.mark.parametrize("encoding", ["F16", "Q4_0"])
+    def test_large_buckets_capture_what_small_ones_do_not_use(
+        self, encoding: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Beyond SKINNY_ROWS a product is cuBLAS's, and a quantized matrix is expanded first, inside of the graph."""
+        captured = 0
+        gemm = FakeBlas.cublasGemmEx
+
+        def counted(self: FakeBlas, *args: Any) -> int:
+            nonlocal captured
+            captured += fakecupy.cuda.get_current_stream().is_capturing()
+            return gemm(self, *args)
+
+        monkeypatch.setattr(FakeBlas, "cublasGemmEx", counted)
+        limits = StepLimits(max_tokens=40, max_requests=26, max_rows=26, max_model_len=48, num_blocks=78)
+        replayed, eager = (program(f"dummy:llama-tiny:{encoding}", limits, graphs=on) for on in (True, False))
+        for requests in (26, 17, 9, 1):
+            batch = decode(*[r % 5 for r in range(requests)])
+            assert (replayed.logits(batch) == eager.logits(batch)).all()
+        assert captured
+
     def test_buckets_cover_every_batch_size(self) -> None:
         assert buckets(1) == [1]
         assert buckets(4) == [1, 2, 4]

@@ -16,7 +16,8 @@ from minserve.backend.base import BackendError
 
 Progress = Callable[[str], None]
 _INCLUDE = re.compile(r'\s*#\s*include\s+"([^"]+)"')
-STATIC_SHARED_LIMIT = 48 * 1024  # bytes of shared memory a kernel may use without opting in
+STATIC_SHARED_LIMIT = 47 * 1024  # bytes of shared memory a kernel may ask for without opting in: 48 KiB less the
+# little that it declares itself
 NULL = np.uint64(0)  # CuPy passes None as some other address (cupy/cupy#9046)
 
 
