@@ -93,9 +93,9 @@ def _timeouts(config: Config) -> Iterator[str]:
         total, total_name = _own(pool.total_s, t.total_s, name, "total_s")
         yield from _nested(("timeouts.step_s", t.step_s), (gap_name, gap), (first_name, first), (total_name, total))
         yield from _nested((f"pools.{name}.queue_timeout_s", pool.queue_timeout_s), (first_name, first))
-        if pool.total_s is None:
+        if pool.total_s is None or name == "interactive":  # bulk's own callers wait as long as that
             yield from _nested((total_name, total), ("timeouts.client_s", t.client_s))
-    yield from _nested(("timeouts.write_stall_s", t.write_stall_s), ("timeouts.total_s", t.total_s))
+        yield from _nested(("timeouts.write_stall_s", t.write_stall_s), (total_name, total))
     yield from _nested(("timeouts.sse_keep_alive_s", t.sse_keep_alive_s), ("timeouts.proxy_idle_s", t.proxy_idle_s))
 
 

@@ -64,6 +64,14 @@ def test_answers_that_may_shrink_but_never_do_are_doubtful() -> None:
         ({"timeouts": {"first_token_s": 570}}, ["timeouts.first_token_s", "timeouts.total_s"]),
         ({"timeouts": {"total_s": 700}}, ["timeouts.total_s", "timeouts.client_s"]),
         ({"timeouts": {"write_stall_s": 570}}, ["timeouts.write_stall_s", "timeouts.total_s"]),
+        (
+            {"pools": {"interactive": {**SHARES, "total_s": 10_000}}},
+            ["pools.interactive.total_s", "timeouts.client_s"],
+        ),
+        (
+            {"timeouts": {"write_stall_s": 200}, "pools": {"interactive": {**SHARES, "total_s": 190}}},
+            ["timeouts.write_stall_s", "pools.interactive.total_s"],
+        ),
         ({"timeouts": {"sse_keep_alive_s": 60}}, ["timeouts.sse_keep_alive_s", "timeouts.proxy_idle_s"]),
         (
             {"pools": {"interactive": {"queue_timeout_s": 120}}},

@@ -164,9 +164,9 @@ class Runner:
         while True:
             arrival = self._calls.arrival(line.url, self._identity)
             try:
-                with self._s.gateway.refusals(arrival):
+                with self._s.gateway.refusals(arrival) as known:
                     async with self._reading:
-                        prepared = await self._calls.prepare(arrival, parse_object(line.body), {})
+                        prepared = await self._calls.prepare(known, parse_object(line.body), {})
                     if prepared.stream:
                         raise RequestError("A line of a batch can't be streamed.", param="stream")
                 body, generation = await self._calls.whole(prepared)

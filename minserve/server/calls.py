@@ -18,7 +18,7 @@ from minserve.request import RequestError, SamplingParams
 from minserve.server.answer import Answer, Head, Options
 from minserve.server.chat import ChatAnswer
 from minserve.server.completions import CompletionAnswer
-from minserve.server.generation import Arrival, Call, Generation
+from minserve.server.generation import Arrival, Call, Generation, Known
 from minserve.server.json_body import to_struct
 from minserve.server.logprobs import TokenNames
 from minserve.server.messages import conversation
@@ -54,15 +54,15 @@ class Calls:
         call_id = ENDPOINTS[endpoint] + secrets.token_hex(12)
         return Arrival(call_id, endpoint, self._s.model.name, identity, time.monotonic())
 
-    async def prepare(self, arrival: Arrival, fields: Mapping[str, Any], headers: Mapping[str, str]) -> Prepared:
-        """headers: those by which a request narrows itself inside its account, and its deadline.
+    async def prepare(self, known: Known, fields: Mapping[str, Any], headers: Mapping[str, str]) -> Prepared:
+        """headers: those by which a request narrows itself inside its account, and its deadline. known: grows with it.
 
         RequestError if it may not run.
         """
-        chat = arrival.endpoint == CHAT
+        chat = known.arrival.endpoint == CHAT
         refuse_unsupported(fields, chat=chat)
-        deadline = _deadline(headers, arrival.started)
-        prepared = await (self._chat if chat else self._completion)(arrival, fields, headers)
+        deadline = _deadline(headers, known.arrival.started)
+        prepared = await (self._chat if chat else self._completion)(known, fields, headers)
         return replace(prepared, call=replace(prepared.call, deadline=deadline))
 
     async def whole(self, prepared: Prepared) -> tuple[Response, Generation]:
@@ -76,15 +76,17 @@ class Calls:
             body = answer.whole(generation)
         return body, generation
 
-    async def _chat(self, arrival: Arrival, fields: Mapping[str, Any], headers: Mapping[str, str]) -> Prepared:
+    async def _chat(self, known: Known, fields: Mapping[str, Any], headers: Mapping[str, str]) -> Prepared:
         model = self._s.model
         body = to_struct(dict(fields), ChatBody)
+        arrival = _narrow(known, body, headers)
         self._s.model.check_name(body.model)
         params = chat_params(body, self._s.rules)
+        known.max_tokens = params.max_tokens
         talk = conversation(body.messages, body, self._s.config.limits)
         options = Options.of(body, logprobs=body.logprobs)
-        arrival = _narrowed(arrival, body, headers)
         ids = await self._s.text.run(arrival.identity.key, lambda: tuple(talk.encode(model.template)))
+        known.prompt_tokens = len(ids)
         call = self._call(arrival, body, [ids], params)
         head = Head.new(arrival.id, "chat.completion.chunk" if body.stream else "chat.completion", model.name)
         splitters = [model.template.reasoning(ids) for _ in range(body.n)]
@@ -92,16 +94,18 @@ class Calls:
         answer = ChatAnswer(head, options, names, ids, splitters, show_reasoning=body.include_reasoning)
         return Prepared(call, answer, body.stream)
 
-    async def _completion(self, arrival: Arrival, fields: Mapping[str, Any], headers: Mapping[str, str]) -> Prepared:
+    async def _completion(self, known: Known, fields: Mapping[str, Any], headers: Mapping[str, str]) -> Prepared:
         model = self._s.model
         body = to_struct(dict(fields), CompletionBody)
+        arrival = _narrow(known, body, headers)
         self._s.model.check_name(body.model)
         params = completion_params(body, self._s.rules)
+        known.max_tokens = params.max_tokens
         prompts = prompt_list(body.prompt, self._s.config.limits, model.vocab_size)
         options = Options.of(body, logprobs=body.logprobs is not None)
-        arrival = _narrowed(arrival, body, headers)
         tokenizer = model.tokenizer
         ids = await self._s.text.run(arrival.identity.key, lambda: [encode_prompt(p, tokenizer) for p in prompts])
+        known.prompt_tokens, known.choices = sum(map(len, ids)), body.n * len(ids)
         call = self._call(arrival, body, ids, params)
         shown_prompts = [shown_prompt(p, i, tokenizer, echo=body.echo) for p, i in zip(prompts, ids, strict=True)]
         head = Head.new(arrival.id, "text_completion", model.name)
@@ -127,8 +131,12 @@ class Calls:
         )
 
 
-def _narrowed(arrival: Arrival, body: GenerationBody, headers: Mapping[str, str]) -> Arrival:
-    return replace(arrival, identity=narrow(arrival.identity, headers, body.metadata, body.user))
+def _narrow(known: Known, body: GenerationBody, headers: Mapping[str, str]) -> Arrival:
+    """What the request says of itself; from here on a refusal's row has it too."""
+    identity = narrow(known.arrival.identity, headers, body.metadata, body.user)
+    known.arrival = replace(known.arrival, identity=identity)
+    known.pool, known.choices = identity.pool(body.pool), body.n
+    return known.arrival
 
 
 def _deadline(headers: Mapping[str, str], arrived: float) -> float | None:

@@ -22,7 +22,7 @@ from minserve.economics.rows import REFUSED
 from minserve.economics.settlement import Settlement, read_prompt
 from minserve.request import FinishReason, Pool, RequestError, Submission
 from minserve.server.degradation import Degradation, FixedText
-from minserve.server.generation import Arrival, Call, CallTimeouts, Generation, aborted, timed_out
+from minserve.server.generation import Arrival, Call, CallTimeouts, Generation, Known, aborted, timed_out
 from minserve.server.ports import ServingEngine, TokenStream
 
 log = logging.getLogger("minserve.server")
@@ -70,15 +70,17 @@ class Gateway:
         return len(self._live) + len(self._settling)
 
     @contextmanager
-    def refusals(self, arrival: Arrival) -> Iterator[None]:
-        """For the time before `run`: a call that is refused in this block, or whose client leaves, gets its row."""
+    def refusals(self, arrival: Arrival) -> Iterator[Known]:
+        """For the time before `run`: a call that is refused in this block, or whose client leaves, gets its row, with
+        what the block has found out of it by then."""
+        known = Known(arrival, arrival.identity.pool())
         try:
-            yield
+            yield known
         except RequestError as error:
-            self.refuse(_admission(arrival), error)
+            self.refuse(_unprepared(known), error)
             raise
         except asyncio.CancelledError:
-            self.refuse(_admission(arrival), CLIENT_CLOSED)
+            self.refuse(_unprepared(known), CLIENT_CLOSED)
             raise
 
     def refuse(self, admission: Admission, error: RequestError) -> None:
@@ -149,18 +151,18 @@ class Gateway:
                 raise timed_out("deadline_exceeded")
             return self._degradation.apply(call)
         except RequestError as error:
-            self.refuse(_admission(call.arrival, call), error)
+            self.refuse(_admission(call), error)
             raise
 
     def _fixed(self, call: Call, text: str) -> Generation:
         """A generation without the model; its row is written at once, since nothing of it can fail."""
-        self._accounting.static(_admission(call.arrival, call))
+        self._accounting.static(_admission(call))
         generation = Generation(call, [FixedText(call, text)], None, self._timeouts_of(call))
         generation.tally.prompt = 0
         return generation
 
     async def _reserve(self, call: Call) -> Reservation:
-        admission = _admission(call.arrival, call)
+        admission = _admission(call)
         try:
             return await self._accounting.reserve(admission)
         except RequestError as error:
@@ -218,15 +220,23 @@ class Gateway:
             task.add_done_callback(self._settling.discard)
 
 
-def _admission(arrival: Arrival, call: Call | None = None) -> Admission:
-    if call is None:
-        return Admission(
-            id=arrival.id,
-            identity=arrival.identity,
-            endpoint=arrival.endpoint,
-            model=arrival.model,
-            started=arrival.started,
-        )
+def _unprepared(known: Known) -> Admission:
+    arrival = known.arrival
+    return Admission(
+        id=arrival.id,
+        identity=arrival.identity,
+        endpoint=arrival.endpoint,
+        model=arrival.model,
+        pool=known.pool,
+        prompt_tokens=known.prompt_tokens,
+        max_tokens=known.max_tokens,
+        choices=known.choices,
+        started=arrival.started,
+    )
+
+
+def _admission(call: Call) -> Admission:
+    arrival = call.arrival
     return Admission(
         id=arrival.id,
         identity=arrival.identity,

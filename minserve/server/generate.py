@@ -40,8 +40,8 @@ class GenerateRoutes:
     async def _generate(self, request: web.Request, endpoint: str) -> web.StreamResponse:
         arrival = self._calls.arrival(endpoint, identity_of(request))
         request[VISIT].record(arrival.id)
-        with self._s.gateway.refusals(arrival):
-            prepared = await self._calls.prepare(arrival, await read_fields(request), request.headers)
+        with self._s.gateway.refusals(arrival) as known:
+            prepared = await self._calls.prepare(known, await read_fields(request), request.headers)
         request[VISIT].identity = prepared.call.identity  # narrowed: rate-limit headers are those of its end user
         if prepared.stream:
             return await self._stream(request, prepared.call, prepared.answer)

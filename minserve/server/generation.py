@@ -28,6 +28,17 @@ class Arrival:
     started: float
 
 
+@dataclass(slots=True)
+class Known:
+    """What is known of a call so far, for its row if it is refused. max_tokens: of one choice."""
+
+    arrival: Arrival
+    pool: Pool
+    prompt_tokens: int = 0
+    max_tokens: int = 0
+    choices: int = 1
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """One validated request: its prompts run side by side, n choices each; choice = prompt index * n + k.

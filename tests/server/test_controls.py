@@ -336,3 +336,22 @@ async def test_without_keys_the_controls_hold_for_the_one_local_user() -> None:
         caller = Caller(server, client)
         await caller.ask()
         await caller.refused(caller.ask(), 429, "budget_exceeded")
+
+
+# -- the row of a refusal
+
+
+async def test_the_row_of_a_refused_call_says_who_asked_for_what() -> None:
+    async with calling(limits=LimitsConfig(max_input_tokens=4)) as caller:
+        with pytest.raises(openai.BadRequestError):
+            await caller.client.completions.create(
+                model=MODEL,
+                prompt="one two three four five six",
+                max_tokens=7,
+                n=2,
+                user="bob",
+                extra_headers={"X-Feature": "fx", "X-Run-ID": "rr"},
+            )
+        row = caller.server.rows[-1]
+    assert (row.code, row.feature, row.run, row.end_user) == ("too_many_input_tokens", "fx", "rr", "bob")
+    assert (row.asked_prompt > 4, row.max_tokens, row.cost) == (True, 14, 0)
