@@ -50,7 +50,8 @@ from minserve.backend.numba_backend.simd import (
     store_f32,
 )
 
-AHEAD = 6400  # bytes: measured from 1 to 16 KB and with 1 to 32 tokens; best or nearly so everywhere
+AHEAD = 6400  # bytes; from 1 to 16 KB hardly different
+FEW, FEW_BF16 = 2, 4  # tokens up to which memory is what limits: fetching ahead then costs more than it saves
 
 # -- unpacking a group: 32 k x 16 rows as a tuple of 8 vectors of bytes, and for nibbles 4 more: the bytes as they are
 
@@ -168,17 +169,18 @@ def parts(x, groups, mode, n):
 
 
 @inlined
-def fetch_ahead(w, nbytes):
-    """Weights go by once a tile, and the processor's own prefetching is late for the first level of its caches."""
-    for i in range(0, nbytes, 64):
-        prefetch(w + AHEAD + i)
+def fetch_ahead(w, g, n, nbytes):
+    """Weights go by once a tile, and the processor's own prefetching is late for the first level of its caches. nbytes:
+    of a group."""
+    if n > FEW:
+        for i in range(0, nbytes, 64):
+            prefetch(w + g * nbytes + AHEAD + i)
 
 
 @inlined
 def group_at(w, g, vector_bytes, scale_bytes):
     """Addresses of a group's W and S: records of two groups, W W S S."""
     record, odd = w + g // 2 * 2 * (vector_bytes + scale_bytes), g % 2
-    fetch_ahead(record + odd * (vector_bytes + scale_bytes), vector_bytes + scale_bytes)
     return record + odd * vector_bytes, record + 2 * vector_bytes + odd * scale_bytes
 
 
@@ -194,6 +196,7 @@ def k_group_at(w, g, vector_bytes):
 def block_q4_0(dots, mode, w, groups, n, x, acc):
     q, d, _, p, _ = parts(x, groups, mode, n)
     for g in range(groups):
+        fetch_ahead(w, g, n, 288)
         v, s = group_at(w, g, 256, 32)
         i = g * n
         symmetric(dots, nibbles(v), load_f16(s, 0), 3, 0, n, q + i * mode, d + i * 4, p + i * 4, 0, acc)
@@ -203,6 +206,7 @@ def block_q4_0(dots, mode, w, groups, n, x, acc):
 def block_q4_1(dots, mode, w, groups, n, x, acc):
     q, d, sums, _, _ = parts(x, groups, mode, n)
     for g in range(groups):
+        fetch_ahead(w, g, n, 320)
         v, s = group_at(w, g, 256, 64)
         scale, minimum, i = load_f16(s, 0), load_f16(s, 16), g * n
         affine(dots, nibbles(v), scale, minimum, n, q + i * mode, d + i * 4, sums + i * 4, acc)
@@ -212,6 +216,7 @@ def block_q4_1(dots, mode, w, groups, n, x, acc):
 def block_q5_0(dots, mode, w, groups, n, x, acc):
     q, d, _, p, _ = parts(x, groups, mode, n)
     for g in range(groups):
+        fetch_ahead(w, g, n, 352)
         v, s = group_at(w, g, 320, 32)
         i = g * n
         symmetric(dots, five_bits(v), load_f16(s, 0), 4, 0, n, q + i * mode, d + i * 4, p + i * 4, 0, acc)
@@ -221,6 +226,7 @@ def block_q5_0(dots, mode, w, groups, n, x, acc):
 def block_q5_1(dots, mode, w, groups, n, x, acc):
     q, d, sums, _, _ = parts(x, groups, mode, n)
     for g in range(groups):
+        fetch_ahead(w, g, n, 384)
         v, s = group_at(w, g, 320, 64)
         scale, minimum, i = load_f16(s, 0), load_f16(s, 16), g * n
         affine(dots, five_bits(v), scale, minimum, n, q + i * mode, d + i * 4, sums + i * 4, acc)
@@ -230,6 +236,7 @@ def block_q5_1(dots, mode, w, groups, n, x, acc):
 def block_q8_0(dots, mode, w, groups, n, x, acc):
     q, d, _, p, _ = parts(x, groups, mode, n)
     for g in range(groups):
+        fetch_ahead(w, g, n, 544)
         v, s = group_at(w, g, 512, 32)
         i = g * n
         symmetric(dots, whole_bytes(v), load_f16(s, 0), 7, 0, n, q + i * mode, d + i * 4, p + i * 4, 0, acc)
@@ -239,6 +246,7 @@ def block_q8_0(dots, mode, w, groups, n, x, acc):
 def block_q4_k(dots, mode, w, groups, n, x, acc):
     q, d, sums, _, _ = parts(x, groups, mode, n)
     for g in range(groups):
+        fetch_ahead(w, g, n, 288)
         v, s, f = k_group_at(w, g, 256)
         scale, minimum = load_bytes(s, 0) * load_f16(f, 0), load_bytes(s, 16) * load_f16(f, 16)
         i = g * n
@@ -249,6 +257,7 @@ def block_q4_k(dots, mode, w, groups, n, x, acc):
 def block_q5_k(dots, mode, w, groups, n, x, acc):
     q, d, sums, _, _ = parts(x, groups, mode, n)
     for g in range(groups):
+        fetch_ahead(w, g, n, 352)
         v, s, f = k_group_at(w, g, 320)
         scale, minimum = load_bytes(s, 0) * load_f16(f, 0), load_bytes(s, 16) * load_f16(f, 16)
         i = g * n
@@ -260,6 +269,7 @@ def block_q6_k(dots, mode, w, groups, n, x, acc):
     """Groups of 16: two scales per 32 k, whose dot products stay apart."""
     q, d, _, p, half = parts(x, groups, mode, n)
     for g in range(groups):
+        fetch_ahead(w, g, n, 416)
         w6, s, f = k_group_at(w, g, 384)
         v, factor = nibbles(w6), load_f16(f, 0)
         scale, i = load_signed(s, 0) * factor, g * n * 4
@@ -293,7 +303,8 @@ def block_bf16(dots, mode, w, groups, n, x, acc):
 @inlined
 def bf16_dots(w, pairs, x, step, tile):
     for k in range(pairs):
-        fetch_ahead(w + k * 64, 64)
+        if len(tile) > FEW_BF16:
+            prefetch(w + k * 64 + AHEAD)
         tile = bf16_tile(tile, load_u8(w, k * 64), x, k * step, 1)
     return tile
 
