@@ -172,6 +172,7 @@ class Accounting:
             if error.code == "server_budget_exceeded" and self._spend is not None:
                 self._spend.exhausted(self._spent(now), now)
             raise
+        self._runs.began(identity.key, identity.run, now)
         self._open_cost += cost
         row = admission.row(self._number(), now)
         row.reserved = cost

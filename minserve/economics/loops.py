@@ -42,16 +42,31 @@ class Runs:
         self._idle_s = idle_s
         self._declared: dict[Scope, Budget] = {}
         self._sweep_at = 1024
+        # Runs that nothing limits have no counter; hashes tell that they have begun, which costs a tenth of one. Each
+        # set is for idle_s, so a run is remembered for that long at least.
+        self._begun: set[int] = set()
+        self._begun_before: set[int] = set()
+        self._turn_at = 0.0
 
     def restore(self, key: str, run: str, budget: Budget) -> None:
         self._declared[Scope("run", (key, run))] = budget
 
+    def began(self, key: str, run: str, now: float) -> None:
+        """A call of a run was admitted: from now on it is too late to declare a budget."""
+        scope = Scope("run", (key, run))
+        if not run or self._limiter.knows(scope):
+            return
+        if now >= self._turn_at:
+            self._begun_before, self._begun, self._turn_at = self._begun, set(), now + self._idle_s
+        self._begun.add(hash(scope))
+
     def take_over(self, other: Runs) -> None:
-        """Budgets that are known already, for a limiter that was made anew."""
+        """What is known already, for a limiter that was made anew."""
         self._declared |= other._declared
+        self._begun, self._begun_before, self._turn_at = other._begun, other._begun_before, other._turn_at
 
     def payer(self, identity: Identity, now: float) -> Payer | None:
-        """The scope that a call of a run counts against, with or without a budget; None if it names no run.
+        """The scope that a call of a run counts against, None if nothing limits it.
 
         RequestError 400: the account wants a run id and there is none, or the run's first call declared otherwise.
         """
@@ -68,11 +83,13 @@ class Runs:
         declared = self._declare(scope, (identity.run_calls, identity.run_cost))
         calls = _least(rules.max_calls, declared[0])
         cost = _least(None if rules.max_spend is None else nano(rules.max_spend), declared[1])
+        if calls is None and cost is None:
+            return None
         return Payer(scope, (Limit(LIFE, requests=calls, cost=cost),), until=now + self._idle_s)
 
     def _declare(self, scope: Scope, said: Budget) -> Budget:
         known = self._declared.get(scope)
-        if self._limiter.knows(scope):
+        if self._limiter.knows(scope) or hash(scope) in self._begun or hash(scope) in self._begun_before:
             known = known or (None, None)
             if said not in ((None, None), known):
                 raise RequestError(

@@ -25,6 +25,11 @@ class Payers:
         self._end_users = {name: _limits(account.end_user_limits) for name, account in accounts.items()}
         self._users = {name: _limits(user.limits) for name, user in config.users.items()}
         self._runs = runs
+        self._run_capped = {n for n, a in accounts.items() if (a.run.max_calls, a.run.max_spend) != (None, None)}
+
+    def caps_runs(self, key: str) -> bool:
+        """Whether every run of a key has a budget, declared or not."""
+        return key in self._run_capped
 
     def of(self, identity: Identity, now: float) -> list[Payer]:
         """Every scope that a call of `identity` counts against. RequestError 400 if it must name a run."""

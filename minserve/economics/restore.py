@@ -31,8 +31,11 @@ def restore(
     for scope, bucket, amount in history.usage(database, "token", LIFE, now, since=now - MAX_TTL_S):
         limiter.restore_life(scope, LIFE, bucket, amount, until=now + MAX_TTL_S)
     for run in history.runs(database, now - run_idle_s):
-        limiter.restore_life(Scope("run", (run.key, run.run)), LIFE, 0, run.used, until=run.last + run_idle_s)
         if run.declared != (None, None):
             runs.restore(run.key, run.run, run.declared)
+        elif not payers.caps_runs(run.key):
+            runs.began(run.key, run.run, now)
+            continue
+        limiter.restore_life(Scope("run", (run.key, run.run)), LIFE, 0, run.used, until=run.last + run_idle_s)
     for feature, hour, calls, tokens in history.prompt_lengths(database, now - WEEK_S):
         drift.restore(feature, hour, calls, tokens)
