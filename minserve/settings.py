@@ -75,7 +75,7 @@ def load(file: Path | None, environment: Mapping[str, str], flags: Mapping[str, 
     values: dict[str, Any] = {}
     origins = dict.fromkeys(FIELDS, "default")
     if named is not None or path.exists():
-        for name, value in _flatten(_read(path)):
+        for name, value in _flatten(_read(path), str(path)):
             values[name] = _convert(name, value, str(path), strict=True)
             origins[name] = str(path)
     for variable, text in sorted(environment.items()):
@@ -144,16 +144,16 @@ def _read(path: Path) -> dict[str, Any]:
         raise SettingsError(f"{path}: {error}") from None
 
 
-def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(table: Mapping[str, Any], path: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
     sections = {name.rpartition(".")[0] for name in FIELDS} | {"pools"}
     for key, value in table.items():
         name = prefix + key
         if name in FIELDS:
             yield name, value
         elif isinstance(value, dict) and name in sections:
-            yield from _flatten(value, name + ".")
+            yield from _flatten(value, path, name + ".")
         else:
-            _known(name, {*FIELDS, *sections - {""}}, "minserve.toml")
+            _known(name, {*FIELDS, *sections - {""}}, path)
 
 
 def _known(name: str, known: Mapping[str, Any] | set[str], where: str) -> None:

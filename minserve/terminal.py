@@ -38,6 +38,8 @@ class Style:
 
 def stream(assembly: Assembly, prompt: list[int], style: Style) -> Iterator[tuple[TextDelta, RequestOutcome | None]]:
     """Deltas of one answer, as they come. Closing the iterator early aborts the request."""
+    if not prompt:
+        raise RequestError("The prompt is empty, and this model has no token that begins a text.", param="prompt")
     engine = assembly.engine
     room = assembly.max_model_len - len(prompt)
     if room < 1:

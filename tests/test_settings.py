@@ -62,6 +62,13 @@ def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str, message: str) 
     assert message in str(error.value)
 
 
+def test_a_bad_file_of_another_name_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "other.toml"
+    file.write_text("[engine]\nthread = 1\n", encoding="utf-8")
+    with pytest.raises(SettingsError, match=r"other\.toml: unknown setting 'engine\.thread'"):
+        load(file, {}, {})
+
+
 def test_bad_variables_and_flags_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="Did you mean MINSERVE_ENGINE_THREADS"):
         settings(tmp_path, env={"MINSERVE_ENGINE_THREDS": "1"})

@@ -49,9 +49,16 @@ def create_backend(
             return _create("cuda_backend", "cupy", NEEDS_CUPY, engine, model, arguments)
         except BackendError as error:
             progress(f"CuPy is installed, but no GPU can be used: {error}")
-    if name == "numba" or (name == "auto" and _installed("numba")):
+    if name == "numba":
         return _create("numba_backend", "numba", NEEDS_NUMBA, engine, model, arguments)
-    if name == "auto":
+    if name == "auto" and _installed("numba"):
+        try:
+            importlib.import_module("numba")
+        except ImportError as error:
+            progress(f"Numba can't be imported, so the NumPy backend runs, several times slower: {error}")
+        else:
+            return _create("numba_backend", "numba", NEEDS_NUMBA, engine, model, arguments)
+    elif name == "auto":
         progress(NO_NUMBA)
     if model.quantize != "none":
         raise BackendError(f"quantize = {model.quantize!r} needs the numba backend; numpy computes in float32")
@@ -69,6 +76,9 @@ def _create(
 ) -> Backend:
     if not _installed(needs):
         raise BackendError(missing)
-    module: Any = importlib.import_module(f"minserve.backend.{package}")
+    try:
+        module: Any = importlib.import_module(f"minserve.backend.{package}")
+    except ImportError as error:  # installed, but not for what else is: Numba refuses a NumPy that is too new for it
+        raise BackendError(f"{needs} is installed, but can't be imported: {error}") from error
     backend: Backend = module.create(engine, model, **arguments)
     return backend

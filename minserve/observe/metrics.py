@@ -74,12 +74,12 @@ class LedgerRow(Protocol):
 
 
 class Metrics:
-    def __init__(self, model: str, status: Callable[[], Gauges], info: Mapping[str, str] | None = None) -> None:
-        """model: the label `model_name`. info: the cache's configuration, as `vllm:cache_config_info`."""
+    def __init__(self, model: str, status: Callable[[], Gauges]) -> None:
+        """model: the label `model_name`."""
         self.registry = CollectorRegistry()
         self._model = (("model_name", model),)
         self._status = status
-        self._info = dict(info or {})
+        self.info: Mapping[str, str] = {}  # the cache's configuration, for `vllm:cache_config_info`
         self._histograms: list[Histogram] = []
         self._define_steps()
         self._define_requests()
@@ -230,9 +230,9 @@ class Metrics:
         yield self._gauge("minserve_kv_blocks_cached", "Free KV blocks that hold a known prefix.", now.blocks_cached)
         for name, (text, value) in now.extra.items():
             yield self._gauge(name, text, value)
-        if self._info:
+        if self.info:
             info = InfoMetricFamily("vllm:cache_config", "Configuration of the KV cache.", labels=["model_name"])
-            info.add_metric(self._values(), self._info)
+            info.add_metric(self._values(), dict(self.info))
             yield info
 
     def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:

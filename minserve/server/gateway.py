@@ -77,10 +77,10 @@ class Gateway:
         try:
             yield known
         except RequestError as error:
-            self.refuse(_unprepared(known), error)
+            self.refuse(_admission(known), error)
             raise
         except asyncio.CancelledError:
-            self.refuse(_unprepared(known), CLIENT_CLOSED)
+            self.refuse(_admission(known), CLIENT_CLOSED)
             raise
 
     def refuse(self, admission: Admission, error: RequestError) -> None:
@@ -151,18 +151,18 @@ class Gateway:
                 raise timed_out("deadline_exceeded")
             return self._degradation.apply(call)
         except RequestError as error:
-            self.refuse(_admission(call), error)
+            self.refuse(_asked(call), error)
             raise
 
     def _fixed(self, call: Call, text: str) -> Generation:
         """A generation without the model; its row is written at once, since nothing of it can fail."""
-        self._accounting.static(_admission(call))
+        self._accounting.static(_asked(call))
         generation = Generation(call, [FixedText(call, text)], None, self._timeouts_of(call))
         generation.tally.prompt = 0
         return generation
 
     async def _reserve(self, call: Call) -> Reservation:
-        admission = _admission(call)
+        admission = _asked(call)
         try:
             return await self._accounting.reserve(admission)
         except RequestError as error:
@@ -220,7 +220,7 @@ class Gateway:
             task.add_done_callback(self._settling.discard)
 
 
-def _unprepared(known: Known) -> Admission:
+def _admission(known: Known) -> Admission:
     arrival = known.arrival
     return Admission(
         id=arrival.id,
@@ -235,21 +235,10 @@ def _unprepared(known: Known) -> Admission:
     )
 
 
-def _admission(call: Call) -> Admission:
-    arrival = call.arrival
-    return Admission(
-        id=arrival.id,
-        identity=arrival.identity,
-        endpoint=arrival.endpoint,
-        model=arrival.model,
-        pool=call.pool,
-        prompt_tokens=call.prompt_tokens,
-        max_tokens=max(params.max_tokens for params in call.params),
-        choices=call.choices,
-        digest=prompt_digest(call.prompts),
-        degraded=call.degraded,
-        started=arrival.started,
-    )
+def _asked(call: Call) -> Admission:
+    most = max(params.max_tokens for params in call.params)
+    admission = _admission(Known(call.arrival, call.pool, call.prompt_tokens, most, call.choices))
+    return replace(admission, digest=prompt_digest(call.prompts), degraded=call.degraded)
 
 
 def _so_far(generation: Generation) -> Settlement:

@@ -21,11 +21,13 @@ from minserve.server.json_body import to_struct
 from minserve.server.messages import Conversation, check_characters, conversation
 from minserve.server.sampling import check_token_ids
 from minserve.server.schema import (
+    TOKENIZE_UNSUPPORTED,
     AbortBody,
     DetokenizeBody,
     Message,
     TemplateFields,
     TokenizeBody,
+    refuse_of,
     refuse_unsupported,
 )
 from minserve.server.services import Services, identity_of
@@ -99,6 +101,7 @@ class InfoRoutes:
 
     def _token_body(self, fields: dict[str, Any]) -> TokenizeBody:
         """Where messages are sent, what generating from them would refuse is refused: the tokens would be others."""
+        refuse_of(TOKENIZE_UNSUPPORTED, fields)
         if "messages" in fields:
             refuse_unsupported({name: value for name, value in fields.items() if name != "prompt"}, chat=True)
         body = to_struct(fields, TokenizeBody)

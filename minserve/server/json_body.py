@@ -23,6 +23,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 _BOM = b"\xef\xbb\xbf"
 _MAX_INT_DIGITS = 4300
 _MANY_FIELDS = 64
+_MOST_SHOWN = 200
 _WHERE = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?", re.DOTALL)
 
 
@@ -58,7 +59,7 @@ def _refuse_duplicates(body: bytes) -> None:
     seen: set[str] = set()
     for name, _ in pairs:
         if name in seen:
-            raise _invalid(f"The request body has the field {shown(name)} twice.", name)
+            raise _invalid(f"The request body has the field {shown(name)} twice.", _short(name))
         seen.add(name)
 
 
@@ -69,6 +70,7 @@ def to_struct(fields: dict[str, Any], struct: type[T]) -> T:
     except msgspec.ValidationError as error:
         match = _WHERE.fullmatch(str(error))
         what, path = (match["what"], match["path"]) if match else (str(error), None)
+        what, path = _short(what), path and _short(path)
         name = path or _missing(what)
         raise RequestError(f"{name}: {what}." if path else f"{what}.", code="invalid_type", param=name) from None
     except RecursionError:
@@ -91,6 +93,11 @@ def _missing(what: str) -> str | None:
     return match[1] if match else None
 
 
+def _short(text: str) -> str:
+    """What a caller wrote, or a library of it, as it may stand in an answer: a body of megabytes is not sent back."""
+    return text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + "..."
+
+
 class _Refused:
     """Stands for a value that JSON lets through and we don't, while looking for the field it is in."""
 
@@ -109,9 +116,9 @@ def _explain(body: bytes, reason: str) -> RequestError:
     for name, field in fields.items() if isinstance(fields, dict) else ():
         for value in _walk(field):
             if isinstance(value, _Refused):
-                return _invalid(f"{name}: {value.why}.", name)
+                return _invalid(f"{_short(name)}: {value.why}.", _short(name))
             if isinstance(value, str) and not _is_unicode(value):
-                return _invalid(f"{name}: the text holds half of a surrogate pair.", name)
+                return _invalid(f"{_short(name)}: the text holds half of a surrogate pair.", _short(name))
     return _invalid(f"The request body is not valid JSON: {reason}.")
 
 

@@ -20,7 +20,7 @@ from minserve.request import RequestError
 from minserve.server.errors import error_response, forbidden, from_http, unexpected
 from minserve.server.gateway import CLIENT_CLOSED
 from minserve.server.origins import Origins
-from minserve.server.services import SERVICES, VISIT, Services, Visit
+from minserve.server.services import SERVICES, VISIT, Visit
 
 log = logging.getLogger("minserve.server")
 request_log = structlog.stdlib.get_logger("minserve.request")
@@ -129,7 +129,6 @@ async def authenticated(request: web.Request, handler: Handler) -> web.StreamRes
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
     """On every response, streams and errors included, before its headers leave."""
-    services: Services = request.app[SERVICES]
     response.headers["X-Request-ID"] = request[VISIT].request_id
     response.headers["X-Content-Type-Options"] = "nosniff"
     response.headers["Server"] = "minserve"
@@ -137,7 +136,7 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
         response.headers[name] = value
     identity = request[VISIT].identity
     if identity is not None and route_of(request) in GENERATING_ROUTES:
-        response.headers.update(services.accounting.headers(identity))
+        response.headers.update(request.app[SERVICES].accounting.headers(identity))
 
 
 ORIGINS: web.AppKey[Origins] = web.AppKey("origins", Origins)

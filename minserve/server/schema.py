@@ -156,6 +156,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "bad_words": ([],),
     "beam_search": (False,),
     "chat_template": (),
+    "custom_logit_processor": (),
     "documents": (),
     "ebnf": (),
     "guided_choice": (),
@@ -165,6 +166,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "guided_regex": (),
     "guided_whitespace_pattern": (),
     "json_schema": (),
+    "kv_transfer_params": (),
     "length_penalty": (1, 1.0),
     "logits_processors": ([],),
     "logit_processors": ([],),
@@ -178,6 +180,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "prompt_logprobs": (),
     "regex": (),
     "repetition_detection": (),
+    "return_hidden_states": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "stop_regex": (),
@@ -187,9 +190,11 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": (),
     "truncation_side": (),
     "use_beam_search": (False,),
+    "vllm_xargs": (),
     # llama.cpp, Ollama, text-generation-webui, text-generation-inference
     "adapter_id": (),
     "bad_words_ids": ([],),
+    "ban_eos_token": (False,),
     "cache_prompt": (True,),
     "do_sample": (True,),
     "dry_multiplier": (0, 0.0),
@@ -197,40 +202,58 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "format": (),
     "grammar": (),
     "guidance_scale": (1, 1.0),
+    "max_length": (),
     "max_new_tokens": (),
+    "min_new_tokens": (0,),
     "mirostat": (0,),
     "mirostat_mode": (0,),
     "n_predict": (),
+    "n_probs": (0,),
     "negative_prompt": ("",),
     "no_repeat_ngram_size": (0,),
     "num_beams": (1,),
     "num_ctx": (),
     "num_predict": (),
     "options": (),
+    "penalty_alpha": (0, 0.0),
     "repeat_penalty": (1, 1.0),
     "samplers": (),
+    "stop_sequences": ([],),
     "tfs_z": (1, 1.0),
     "top_a": (0, 0.0),
     "top_n_sigma": (-1, -1.0, 0, 0.0),
     "top_n_tokens": (0,),
+    "typical": (1, 1.0),
     "typical_p": (1, 1.0),
     "xtc_probability": (0, 0.0),
 }
 
-_CHAT_ONLY: Mapping[str, tuple[Any, ...]] = {"echo": (False,), "prompt": ()}
-_COMPLETION_ONLY: Mapping[str, tuple[Any, ...]] = {"messages": (), "top_logprobs": ()}
+_CHAT_ONLY: Mapping[str, tuple[Any, ...]] = {"add_special_tokens": (False,), "echo": (False,), "prompt": ()}
+_COMPLETION_ONLY: Mapping[str, tuple[Any, ...]] = {"add_special_tokens": (True,), "messages": (), "top_logprobs": ()}
+# At /tokenize, by llama.cpp's names: special tokens written in a text count, and `content` gets none added.
+TOKENIZE_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "add_special": (False,),
+    "parse_special": (True,),
+    "tools": (),
+    "with_pieces": (False,),
+}
 
 
 def refuse_unsupported(fields: Mapping[str, Any], *, chat: bool) -> None:
     """RequestError 400 for the first field that asks for something this server can't do."""
     for table in (UNSUPPORTED, _CHAT_ONLY if chat else _COMPLETION_ONLY):
-        for name, neutral in table.items():
-            if name in fields and not _asks_nothing(fields[name], neutral):
-                raise RequestError(
-                    f"This server does not support `{name}`{_unless(neutral)}.",
-                    code="unsupported_parameter",
-                    param=name,
-                )
+        refuse_of(table, fields)
+
+
+def refuse_of(table: Mapping[str, tuple[Any, ...]], fields: Mapping[str, Any]) -> None:
+    """The same for the fields of one table."""
+    for name, neutral in table.items():
+        if name in fields and not _asks_nothing(fields[name], neutral):
+            raise RequestError(
+                f"This server does not support `{name}`{_unless(neutral)}.",
+                code="unsupported_parameter",
+                param=name,
+            )
 
 
 def _asks_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:

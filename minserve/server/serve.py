@@ -65,7 +65,7 @@ async def serve(
         sock = bind(config.server.host, config.server.port)
         site = Site(sock)
         cleanup.push_async_callback(site.close)
-        await site.serve(loading_app())
+        await site.serve(loading_app(config.server))
         services = await cleanup.enter_async_context(opened(config, say, stop, fetch))
         if services is None:
             return 0
@@ -106,7 +106,7 @@ async def opened(
         )
         cleanup.push_async_callback(engine.stop)
         await engine.start()
-        telemetry.watch(engine.status)
+        telemetry.watch(engine.status, cache_info(config, assembly))
         services = Services.of(config, served_model(assembly), engine, accounting, telemetry)
         cleanup.callback(services.text.close)
         describe(assembly, say)
@@ -159,6 +159,16 @@ def served_model(assembly: Assembly) -> ServedModel:
         defaults=assembly.defaults,
         details={"format": assembly.file_format, "device": assembly.backend.description},
     )
+
+
+def cache_info(config: Config, assembly: Assembly) -> dict[str, str]:
+    """What vllm:cache_config_info says: the settings as they came to be."""
+    return {
+        "block_size": str(assembly.limits.block_size),
+        "num_gpu_blocks": str(assembly.limits.num_blocks),
+        "gpu_memory_utilization": str(config.engine.memory_fraction),
+        "enable_prefix_caching": str(config.engine.prefix_caching),
+    }
 
 
 def describe(assembly: Assembly, say: Say) -> None:

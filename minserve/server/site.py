@@ -17,8 +17,11 @@ from collections.abc import Callable
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from minserve.config import ServerConfig
 from minserve.request import RequestError
 from minserve.server.errors import error_response, not_http
+from minserve.server.middleware import ORIGINS, add_headers, guarded, observed
+from minserve.server.origins import Origins
 
 KEEP_ALIVE_S = 75.0  # longer than what proxies in front keep, so that they never write to a closed connection
 _SHUTDOWN_S = 5.0  # for handlers that still write; whatever generates has ended by then
@@ -137,16 +140,21 @@ class Site:
         await self._open.aclose()
 
 
-def loading_app() -> web.Application:
-    """Alive but not ready: what probes and impatient clients get while the model is loaded."""
+def loading_app(config: ServerConfig) -> web.Application:
+    """Alive but not ready: what probes and impatient clients get while the model is loaded. Host, Origin, request ids
+    and the log are as later."""
 
-    async def answer(request: web.Request) -> web.Response:
-        if request.path == "/health":
-            return web.json_response({"status": "loading"})
-        if request.path == "/ready":
-            return web.json_response({"status": "loading"}, status=503)
-        return error_response(RequestError("The model is being loaded.", status=503, code="loading", retry_after=2))
+    async def health(request: web.Request) -> web.Response:
+        return web.json_response({"status": "loading"})
 
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", answer)
+    async def ready(request: web.Request) -> web.Response:
+        return web.json_response({"status": "loading"}, status=503)
+
+    async def later(request: web.Request) -> web.Response:
+        raise RequestError("The model is being loaded.", status=503, code="loading", retry_after=2)
+
+    app = web.Application(middlewares=[observed, guarded])
+    app[ORIGINS] = Origins(config)
+    app.on_response_prepare.append(add_headers)
+    app.add_routes([web.get("/health", health), web.get("/ready", ready), web.route("*", "/{path:.*}", later)])
     return app

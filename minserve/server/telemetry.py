@@ -6,7 +6,7 @@ Owns the observers' instances. It must not know HTTP.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -40,8 +40,10 @@ class Telemetry:
     def observers(self) -> Sequence[Observer]:
         return self.metrics.observe, self.numbers.observe, self.trace.observe
 
-    def watch(self, status: Callable[[], EngineStatus]) -> None:
+    def watch(self, status: Callable[[], EngineStatus], cache: Mapping[str, str]) -> None:
+        """cache: how the KV cache is set up, by vLLM's names."""
         self._status = status
+        self.metrics.info = cache
 
     def gauge(self, name: str, meaning: str, read: Callable[[], float]) -> None:
         """A further gauge of /metrics."""

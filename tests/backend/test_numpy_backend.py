@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -321,6 +322,18 @@ def test_numpy_steps_in_for_numba_and_says_so(monkeypatch: pytest.MonkeyPatch) -
     backend, lines = choose(monkeypatch, set())
     assert backend.name == "numpy"
     assert lines == [minserve.backend.NO_NUMBA]
+
+
+def test_numpy_steps_in_for_a_numba_that_can_not_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a NumPy that is too new for it."""
+    monkeypatch.setitem(sys.modules, "numba", None)
+    backend, lines = choose(monkeypatch, {"numba"})
+    assert backend.name == "numpy"
+    assert len(lines) == 1
+    assert "Numba can't be imported, so the NumPy backend runs" in lines[0]
+    monkeypatch.setitem(sys.modules, "minserve.backend.numba_backend", None)
+    with pytest.raises(BackendError, match="numba is installed, but can't be imported"):
+        choose(monkeypatch, {"numba"}, backend="numba")
 
 
 @pytest.mark.parametrize(

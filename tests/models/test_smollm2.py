@@ -7,7 +7,9 @@ import pytest
 
 from minserve.backend.base import Program, StepLimits
 from minserve.backend.numpy_backend import NumpyBackend
+from minserve.config import Config
 from minserve.models import load
+from minserve.terminal import Style, generate_once
 from minserve.weights.checkpoint import load_checkpoint
 from minserve.weights.hub import DownloadError, resolve
 from tests.helpers import Part, make_batch
@@ -43,3 +45,10 @@ def test_smollm2_logits_equal_transformers(program: Program, prompt: int, chunk:
     assert np.abs(logits[-1] - last).max() <= 1e-4 * scale
     clear = top_logits[:, 0] - top_logits[:, 1] > 1e-3
     assert (logits.argmax(axis=1) == top_ids[:, 0])[clear].all()
+
+
+def test_the_capital_of_france_is_paris(program: Program, capsys: pytest.CaptureFixture[str]) -> None:
+    """The whole way, on the backend that this machine gets: text, chat template, engine, text. program: it is there."""
+    style = Style(system=None, temperature=0.0, max_tokens=24, seed=None)
+    assert generate_once(Config(), "What is the capital of France?", style, raw=False) == 0
+    assert "Paris" in capsys.readouterr().out

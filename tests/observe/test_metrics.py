@@ -28,12 +28,13 @@ def samples(metrics: Metrics) -> dict[tuple[str, tuple[str, ...]], float]:
     return found
 
 
-def metrics(gauges: Gauges | None = None, **fields: Any) -> Metrics:
-    return Metrics("smol", lambda: gauges or Gauges({}, {}, 10, 10), **fields)
+def metrics(gauges: Gauges | None = None) -> Metrics:
+    return Metrics("smol", lambda: gauges or Gauges({}, {}, 10, 10))
 
 
 def test_every_name_that_dashboards_look_for_is_there() -> None:
-    m = metrics(Gauges({Pool.BULK: 2}, {Pool.INTERACTIVE: 1}, 10, 4, waits={"seats": 1}), info={"block_size": "16"})
+    m = metrics(Gauges({Pool.BULK: 2}, {Pool.INTERACTIVE: 1}, 10, 4, waits={"seats": 1}))
+    m.info = {"block_size": "16"}
     m.observe(step(ttfts=((Pool.INTERACTIVE, 0.1),), gaps=((Pool.BULK, 0.02),), prefix_queries=8, prefix_hits=4))
     m.observe(outcome())
     m.row(row(prompt_tokens=10, cached_tokens=4, completion_tokens=3, max_tokens=8, cost=2_000_000_000))

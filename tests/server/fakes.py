@@ -271,7 +271,7 @@ async def serving(runs: Any = None, *, model: ServedModel | None = None, **secti
     config = structs.replace(Config(), **sections)
     rows: list[Row] = []
     telemetry = Telemetry(model.name, config)
-    telemetry.watch(engine.status)
+    telemetry.watch(engine.status, {"block_size": "16"})
 
     def on_row(row: Row) -> None:
         rows.append(row)

@@ -520,6 +520,22 @@ async def test_there_is_exactly_one_bos_however_a_prompt_is_made() -> None:
         assert [list(submission.prompt) for submission in server.engine.submissions] == [expected] * 3
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"content": "a", "add_special": True}, "add_special"),
+        ({"content": "<|im_end|>a", "parse_special": False}, "parse_special"),
+        ({"content": "a", "with_pieces": True}, "with_pieces"),
+        ({"prompt": "a", "tools": []}, "tools"),
+    ],
+)
+async def test_what_tokenize_can_not_do_is_refused(server: Server, fields: dict[str, Any], param: str) -> None:
+    status, body = await server.post("/tokenize", fields)
+    assert (status, body["error"]["code"], body["error"]["param"]) == (400, "unsupported_parameter", param)
+    harmless = {"add_special": False, "parse_special": True, "with_pieces": False}
+    assert (await server.post("/tokenize", {"content": "a"} | harmless))[0] == 200
+
+
 NESTED: Any = []
 for _ in range(900):
     NESTED = [NESTED]

@@ -9,6 +9,7 @@ import pytest
 
 from minserve.request import RequestError
 from minserve.server import json_body
+from minserve.server.errors import error_body
 from minserve.server.json_body import parse_object, to_struct
 from minserve.server.schema import ChatBody, CompletionBody, refuse_unsupported
 
@@ -161,3 +162,20 @@ def test_unknown_fields_are_ignored_and_unsupported_ones_refused() -> None:
 def test_true_does_not_pass_for_one_in_the_table_of_unsupported_fields() -> None:
     with pytest.raises(RequestError):
         refuse_unsupported({"best_of": True}, chat=False)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"%b": NaN}',
+        b'{"%b": "\\ud83d"}',
+        b'{"%b": 1, "%b": 2}',
+        b'{"pool": "%b"}',
+        b'{"metadata": {"%b": NaN}}',
+    ],
+)
+def test_an_error_does_not_send_the_body_back(body: bytes) -> None:
+    long = b"x" * 100_000
+    with pytest.raises(RequestError) as caught:
+        to_struct(parse_object(body.replace(b"%b", long)), CompletionBody)
+    assert len(json.dumps(error_body(caught.value))) < 1000

@@ -115,6 +115,10 @@ async def test_while_loading_probes_are_answered_and_a_signal_ends_it(tmp_path: 
         async with http.post(f"http://127.0.0.1:{port}/v1/completions", json=BODY) as response:
             assert (response.status, response.headers["Retry-After"]) == (503, "2")
             assert (await response.json())["error"]["code"] == "loading"
+            assert response.headers["X-Request-ID"]
+            assert response.headers["Server"] == "minserve"
+        async with http.get(f"http://127.0.0.1:{port}/health", headers={"Host": "evil.example"}) as response:
+            assert response.status == 403
         server.process.send_signal(signal.SIGTERM)
         assert await server.end(10) == 0
 

@@ -190,7 +190,7 @@ def test_a_failing_pip_is_quoted(home: Path) -> None:
     (home / "pip.py").write_text(
         "import sys; print('noise'); print('ERROR: no such version'); print('more'); sys.exit(1)"
     )
-    with pytest.raises(DownloadError, match=r"pkg==1\.0: ERROR: no such version On a machine with internet"):
+    with pytest.raises(DownloadError, match=r"pkg==1\.0: ERROR: no such version\. On a machine with internet"):
         resolve("tiny")
     (home / "pip.py").write_text("raise SystemExit(1)")
     with pytest.raises(DownloadError, match="no output"):

@@ -5,7 +5,6 @@ import * as store from "/static/store.js";
 import { describePhase, MessageView, number } from "/static/view.js";
 
 const $ = (id) => document.getElementById(id);
-const RATE_AFTER = 200; // ms of writing after which a rate means something
 const CHECK_EVERY = 10_000; // ms between looks at whether the server is there
 const SAVE_EVERY = 1000; // ms between saves of a growing answer
 const LEAVING = 2000; // ms within which a lost connection is the leaving reader's doing
@@ -173,7 +172,7 @@ async function receive(message, request, job) {
 /** The first token's wait and the pace of the others. The totals come a moment after the last token: keep the pace. */
 function measure(usage, ttft, writing) {
   const tokens = usage.completion_tokens;
-  const rate = writing > RATE_AFTER && tokens > 1 ? ((tokens - 1) / writing) * 1000 : undefined;
+  const rate = writing > 0 && tokens > 1 ? ((tokens - 1) / writing) * 1000 : undefined;
   return { ttft, rate, tokens, total: usage.total_tokens };
 }
 
