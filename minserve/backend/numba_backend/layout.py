@@ -6,7 +6,7 @@ KV cache     [run of blocks][layer][kv head][K, V][RUN blocks] of 2 * BLOCK * D 
              tokens][2 dims], V [BLOCK/2 token pairs][D][2 tokens]. Both orders make a 64-byte load feed 16 lanes of
              vdpbf16ps: tokens for the scores, dims for the sum of values. A head's keys with consecutive ids are
              adjacent, and so are its values: attention reads first the one, then the other, and the processor fetches
-             such a stream ahead twice as fast as one that skips every second 2 KB. But runs stay short: all layers
+             such a stream ahead faster than one that skips every second 2 KB. But runs stay short: all layers
              touch new memory together, and a huge page for each head of each layer at once would hold up a step by a
              third of a second.
 Activations  as a linear layer reads them, in tiles of TILE tokens (the last one shorter, n tokens):

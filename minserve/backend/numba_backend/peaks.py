@@ -89,7 +89,7 @@ def fastest(work: Callable[[int], None], threads: int, repeats: int = 5) -> floa
 
 def bandwidth(threads: int, loaded: Sequence[Bytes] = ()) -> float:
     """Bytes per second that all threads read together: of what is loaded, if no cache holds it, else of fresh memory,
-    which takes 0.2 s to come by."""
+    which takes time to come by."""
     pieces = list(loaded)
     if sum(piece.nbytes for piece in pieces) < READ_BYTES:
         pieces = [aligned(READ_BYTES, PAGE)]
