@@ -11,7 +11,8 @@
 // null.
 //
 // Bytes that must move: qkv once in and out.  At decode that is a few kilobytes, so
-// this is about latency: a warp per head, no barrier but the warp's own.
+// this is about latency: a warp per head, no barrier but the warp's own.  Tokens are
+// counted along x, since a grid has at most 65,535 blocks along y.
 #include "common.cuh"
 
 template <typename T, int kDim, int kBlockSize>
@@ -22,7 +23,7 @@ rope_kv(T* __restrict__ qkv, T* __restrict__ cache, const float* __restrict__ bi
         int kv_heads, int half_dims, float eps) {
   constexpr int kWarps = 4;
   __shared__ float rows[kWarps][kDim];
-  const int token = blockIdx.y, head = blockIdx.x * kWarps + threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int token = blockIdx.x, head = blockIdx.y * kWarps + threadIdx.x / 32, lane = threadIdx.x % 32;
   const int heads = q_heads + 2 * kv_heads, slot = slots[token];
   if (slot < 0 || head >= heads) return;                          // the same for the whole warp
   float* x = rows[threadIdx.x / 32];

@@ -408,6 +408,8 @@ class TestBackend:
         spec = ModelSpec("odd", 8, 8, (KVSpec(1, 24),), 0, 0, 0)
         with pytest.raises(BackendError, match="heads of 24 numbers"):
             backend.build(lambda ops, batch, kv: None, spec, LIMITS)
+        with pytest.raises(BackendError, match="max_num_seqs is 65536: a GPU takes at most 65535"):
+            backend.build(lambda ops, batch, kv: None, spec, replace(LIMITS, max_requests=65536))
         machine, buffer = backend.machine(LIMITS), ops.Buffer("half", 16 * 19, False)
         with pytest.raises(BackendError, match="17 query heads on 1 key heads: a GPU takes at most 16"):
             ops.Attention(machine, buffer, buffer, Heads(17, 1, 16, 1.0), None, None)

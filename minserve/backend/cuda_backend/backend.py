@@ -27,6 +27,7 @@ from minserve.backend.cuda_backend.weights import COMPUTE_TYPES, Matrix, Rope, U
 from minserve.backend.tensor import Encoding, HostTensor
 
 MAX_HEAD_DIM = 256
+MAX_REQUESTS = 65535  # blocks of a grid along y and z
 RESERVED_BYTES = WORKSPACE_BYTES + SLAB_BYTES + (128 << 20)  # workspace, scratch, graphs: not for the KV cache
 PEAK_COPY_BYTES = 1 << 28  # read, and as many written
 PEAK_COPY_BLOCK = 1 << 16
@@ -124,7 +125,7 @@ class CudaBackend:
         return int(weight.nbytes)
 
     def build(self, forward: Forward, spec: ModelSpec, limits: StepLimits) -> CudaProgram:
-        check_heads(spec)
+        check_sizes(spec, limits)
         self._cp.cuda.get_current_stream().synchronize()  # uploads, before another stream reads them
         options: dict[str, Any] = {"graphs": self._graphs, "progress": self._progress}
         with self._memory("Lower memory_fraction, max_num_batched_tokens or max_logit_rows."):
@@ -152,7 +153,9 @@ class CudaBackend:
         )
 
 
-def check_heads(spec: ModelSpec) -> None:
+def check_sizes(spec: ModelSpec, limits: StepLimits) -> None:
+    if limits.max_requests > MAX_REQUESTS:
+        raise BackendError(f"max_num_seqs is {limits.max_requests}: a GPU takes at most {MAX_REQUESTS}")
     for kv in spec.kv:
         if kv.head_dim % 16 or not 16 <= kv.head_dim <= MAX_HEAD_DIM:
             raise BackendError(

@@ -230,7 +230,7 @@ class RopeKV:
 
     def __call__(self, step: Step) -> None:
         h, rope = self._heads, self._rope
-        grid = (cdiv(h.q + 2 * h.kv, 4), step.shape.tokens)
+        grid = (step.shape.tokens, cdiv(h.q + 2 * h.kv, 4))
         tables = rope.cos, rope.sin, step.inputs["positions"], step.inputs["slots"]
         sizes = i32(h.q), i32(h.kv), i32(rope.half)
         self._kernel(grid, 128, self._qkv.array, self._cache, *self._weights, *tables, *sizes, self._eps)
