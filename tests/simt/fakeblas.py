@@ -2,6 +2,7 @@
 
 Follows the documentation, not our use of it: matrices are column-major, a leading dimension is the distance between
 columns, setting the stream drops the workspace. So a swapped argument gives wrong numbers here as it would on a GPU.
+A product is captured only in a shape that has run before: cuBLAS loads the kernel it chose at its first launch.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from minserve.backend.tensor import bfloat16_to_float32, float32_to_bfloat16
-from tests.simt.fakecupy import Stream, submit_kernel
+from tests.simt.fakecupy import memory_at
+from tests.simt.fakestream import Stream, submit_kernel
 
-SUCCESS, INVALID_VALUE = 0, 7
+SUCCESS, INVALID_VALUE, INTERNAL_ERROR = 0, 7, 14
 _DTYPES: dict[int, type[np.generic]] = {0: np.float32, 2: np.float16, 14: np.uint16}  # cudaDataType_t
 
 
@@ -24,7 +26,8 @@ class FakeBlas:
 
     def __init__(self) -> None:
         self._stream = Stream.null
-        self._workspace = 0
+        self._workspace = 0, 0  # address, bytes
+        self._seen: set[tuple[int, ...]] = set()
         self.products = 0
 
     def cublasCreate_v2(self, handle: Any) -> int:
@@ -35,11 +38,11 @@ class FakeBlas:
         return SUCCESS
 
     def cublasSetStream_v2(self, handle: ctypes.c_void_p, stream: ctypes.c_void_p) -> int:
-        self._stream, self._workspace = Stream._all[stream.value or 0], 0
+        self._stream, self._workspace = Stream._all[stream.value or 0], (0, 0)
         return SUCCESS
 
     def cublasSetWorkspace_v2(self, handle: ctypes.c_void_p, address: ctypes.c_void_p, size: ctypes.c_size_t) -> int:
-        self._workspace = size.value
+        self._workspace = address.value or 0, size.value
         return SUCCESS
 
     def cublasGemmEx(
@@ -65,27 +68,38 @@ class FakeBlas:
         algorithm: int,
     ) -> int:
         """C[m, n] = alpha op(A)[m, k] op(B)[k, n] + beta C."""
-        if not self._workspace or compute != 68 or a_type != b_type or c_type not in (a_type, 0) or ldc < m:
+        if not self._workspace[1] or compute != 68 or a_type != b_type or c_type not in (a_type, 0) or ldc < m:
             return INVALID_VALUE
         if alpha._obj.value != 1 or beta._obj.value != 0:
             return INVALID_VALUE
+        shape_a, shape_b = (k, m) if transpose_a else (m, k), (n, k) if transpose_b else (k, n)
+        choice = transpose_a, transpose_b, m, n, k, a_type, c_type
+        if self._stream.is_capturing() and choice not in self._seen:
+            return INTERNAL_ERROR
+        self._seen.add(choice)
         self.products += 1
 
         def work() -> None:
-            left = _columns(a, a_type, lda, *((k, m) if transpose_a else (m, k)))
-            right = _columns(b, b_type, ldb, *((n, k) if transpose_b else (k, n)))
+            left, right = _columns(a, a_type, lda, *shape_a), _columns(b, b_type, ldb, *shape_b)
             product = (left.T if transpose_a else left) @ (right.T if transpose_b else right)
             target = _view(c, c_type, ldc, m, n)
             target[:] = float32_to_bfloat16(product) if c_type == 14 else product.astype(target.dtype)
 
-        submit_kernel(work, self._stream, ())
+        operands = (a, a_type, lda, *shape_a), (b, b_type, ldb, *shape_b), (c, c_type, ldc, m, n)
+        places = [(address.value or 0, _nbytes(*layout)) for address, *layout in operands]
+        submit_kernel(work, self._stream, [memory_at(*place) for place in (*places, self._workspace)])
         return SUCCESS
+
+
+def _nbytes(kind: int, leading: int, rows: int, columns: int) -> int:
+    """From a matrix's first number to its last."""
+    return (leading * (columns - 1) + rows) * np.dtype(_DTYPES[kind]).itemsize
 
 
 def _view(address: ctypes.c_void_p, kind: int, leading: int, rows: int, columns: int) -> npt.NDArray[Any]:
     """The column-major matrix [rows, columns] at an address."""
     dtype: np.dtype[Any] = np.dtype(_DTYPES[kind])
-    size = (leading * (columns - 1) + rows) * dtype.itemsize
+    size = _nbytes(kind, leading, rows, columns)
     memory = np.frombuffer(memoryview((ctypes.c_char * size).from_address(address.value or 0)), dtype)
     return np.lib.stride_tricks.as_strided(memory, (rows, columns), (dtype.itemsize, leading * dtype.itemsize))
 

@@ -1,11 +1,12 @@
 """A stand-in for the part of CuPy that the CUDA backend may use, on NumPy and the emulator.
 
-Owns the timing and the strictness. It is stricter than CuPy, never more lenient:
+Owns the memory and the strictness; fakestream.py owns the timing. It is stricter than CuPy, never more lenient:
 * an ndarray is no NumPy array; nothing converts implicitly; only basic indexing; reshape never copies;
 * work is queued on its stream and runs only when somebody waits for it (the latest legal schedule), so host buffers
   that are reused too early and missing events give wrong results;
-* between begin_capture and end_capture kernels are recorded and not run, and everything else is an error; launch()
-  replays them on the same addresses, and fails if an array they use has been freed meanwhile;
+* between begin_capture and end_capture kernels that have run before are recorded and not run, and everything else is an
+  error, allocation too; launch() replays them on the same addresses, and fails if an array they use has been freed
+  meanwhile;
 * arrays start as 0xFF bytes (NaN, -1) and end at an inaccessible page; there are `TOTAL_MEMORY` bytes of them.
 
 What is missing here is not in the subset: take, argmax, concatenate, ufuncs would each compile a kernel at first use.
@@ -14,18 +15,17 @@ What is missing here is not in the subset: take, argmax, concatenate, ufuncs wou
 from __future__ import annotations
 
 import ctypes
-import itertools
 import mmap
 import types
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from tests.simt.emulator import KernelError, SimKernel, SimRawModule
+from tests.simt.fakestream import Event, Graph, Stream, current, nobody_captures, submit, submit_kernel
 
 TOTAL_MEMORY = 4 << 30
 _PAGE = mmap.PAGESIZE
@@ -40,8 +40,10 @@ class _Memory:
     """One allocation. `data` is its bytes; freed when no array, view or queued work uses it."""
 
     used = 0
+    _live: ClassVar[weakref.WeakValueDictionary[int, _Memory]] = weakref.WeakValueDictionary()
 
     def __init__(self, nbytes: int) -> None:
+        nobody_captures("allocating memory")
         if _Memory.used + nbytes > TOTAL_MEMORY:
             raise OutOfMemoryError(f"Out of memory allocating {nbytes} bytes (allocated so far: {_Memory.used} bytes)")
         room = -(-max(nbytes, 1) // 16) * 16
@@ -53,11 +55,20 @@ class _Memory:
         whole[:] = 0xFF  # what rounding adds too: a read past the end shows
         self.data = whole[:nbytes]
         _Memory.used += nbytes
+        _Memory._live[self.data.ctypes.data] = self
         weakref.finalize(self, _Memory._freed, nbytes)
 
     @staticmethod
     def _freed(nbytes: int) -> None:
         _Memory.used -= nbytes
+
+
+def memory_at(address: int, nbytes: int) -> _Memory:
+    """The allocation in which these bytes lie. KernelError if there is none."""
+    for start, memory in _Memory._live.items():
+        if start <= address and address + nbytes <= start + memory.data.nbytes:
+            return memory
+    raise KernelError(f"{nbytes} bytes at {address:#x} lie in no array")
 
 
 class ndarray:
@@ -106,14 +117,14 @@ class ndarray:
 
     def fill(self, value: float) -> None:
         target = self._host
-        _submit(lambda: target.fill(value), None, (self,), "fill")
+        submit(lambda: target.fill(value), None, (self,), "fill")
 
     def set(self, arr: npt.NDArray[Any], stream: Stream | None = None) -> None:
         """From host memory, asynchronously as from pinned memory: `arr` must not change until the copy has run."""
         if not isinstance(arr, np.ndarray) or arr.dtype != self.dtype or arr.shape != self.shape:
             raise TypeError(f"set() needs a NumPy array {self.dtype}{self.shape}")
         target = self._host
-        _submit(lambda: np.copyto(target, arr), stream, (self,), "set")
+        submit(lambda: np.copyto(target, arr), stream, (self,), "set")
 
     def get(
         self, stream: Stream | None = None, *, out: npt.NDArray[Any] | None = None, blocking: bool = True
@@ -123,9 +134,9 @@ class ndarray:
         if result.shape != self.shape or result.dtype != self.dtype:
             raise TypeError(f"get() needs an output array {self.dtype}{self.shape}")
         source = self._host
-        _submit(lambda: np.copyto(result, source), stream, (self,), "get")
+        submit(lambda: np.copyto(result, source), stream, (self,), "get")
         if blocking:
-            (stream or _current[-1]).synchronize()
+            (stream or current()).synchronize()
         return result
 
 
@@ -149,130 +160,20 @@ def asnumpy(a: ndarray) -> npt.NDArray[Any]:
     return a.get()
 
 
-# ---- streams, events, graphs -------------------------------------------------
-Work = Callable[[], Any]
-
-
-class Graph:
-    """Kernels with the addresses they had when captured. Keeps no array alive, as in CuPy."""
-
-    def __init__(self, work: list[tuple[Work, list[weakref.ref[_Memory]]]]) -> None:
-        self._work = work
-
-    def launch(self, stream: Stream | None = None) -> None:
-        _submit(self._replay, stream, (), "graph launch")
-
-    def _replay(self) -> None:
-        for work, memories in self._work:
-            if any(memory() is None for memory in memories):
-                raise KernelError("this graph uses an array that has been freed since the capture")
-            work()
-
-
-class Stream:
-    null: Stream
-    _all: ClassVar[weakref.WeakValueDictionary[int, Stream]] = weakref.WeakValueDictionary()
-    _handles = itertools.count()
-
-    def __init__(self, null: bool = False, non_blocking: bool = False) -> None:
-        self.ptr = next(Stream._handles)
-        self._queue: deque[tuple[Work, Iterable[Any]]] = deque()
-        self._recording: list[tuple[Work, list[weakref.ref[_Memory]]]] | None = None
-        Stream._all[self.ptr] = self
-
-    def __enter__(self) -> Stream:
-        _current.append(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        _current.pop()
-
-    def synchronize(self) -> None:
-        self._must_not_capture("synchronize")
-        while self._queue:
-            self._run_one()
-
-    def _run_one(self) -> None:
-        work, _ = self._queue.popleft()
-        work()
-
-    def record(self, event: Event | None = None) -> Event:
-        event = event or Event()
-        event.record(self)
-        return event
-
-    def wait_event(self, event: Event) -> None:
-        _submit(event._reach, self, (), "wait_event")
-
-    def begin_capture(self, mode: int | None = None) -> None:
-        if self is Stream.null:
-            raise RuntimeError("cannot capture on the default (legacy) stream")
-        self._recording = []
-
-    def end_capture(self) -> Graph:
-        if self._recording is None:
-            raise RuntimeError("the stream is not capturing")
-        work, self._recording = self._recording, None
-        return Graph(work)
-
-    def is_capturing(self) -> bool:
-        return self._recording is not None
-
-    def _must_not_capture(self, what: str) -> None:
-        if any(stream._recording is not None for stream in (self, _current[-1])):
-            raise RuntimeError(f"{what} while a stream is capturing")
-
-
-class Event:
-    def __init__(self, block: bool = False, disable_timing: bool = False) -> None:
-        self._mark, self._reached, self._stream = 0, 0, Stream.null
-
-    def record(self, stream: Stream | None = None) -> None:
-        self._stream = stream or _current[-1]
-        self._mark += 1
-        mark = self._mark
-
-        def reach() -> None:
-            self._reached = mark
-
-        _submit(reach, self._stream, (), "record")
-
-    def _reach(self) -> None:
-        while self._reached < self._mark:
-            self._stream._run_one()
-
-    @property
-    def done(self) -> bool:
-        return self._reached == self._mark
-
-    def synchronize(self) -> None:
-        _current[-1]._must_not_capture("synchronize")
-        self._reach()
-
-
-def submit_kernel(work: Work, stream: Stream, arrays: Sequence[Any]) -> None:
-    """Queue a launch, or record it while `stream` captures. `work` holds addresses only, `arrays` what they mean."""
-    if stream._recording is None:
-        stream._queue.append((work, arrays))
-    else:
-        stream._recording.append((work, [weakref.ref(a._memory) for a in arrays if isinstance(a, ndarray)]))
-
-
-def _submit(work: Work, stream: Stream | None, arrays: Sequence[Any], what: str) -> None:
-    stream = stream or _current[-1]
-    stream._must_not_capture(what)
-    stream._queue.append((work, arrays))
-
-
-Stream.null = Stream()
-_current = [Stream.null]
-
-
+# ---- kernels -----------------------------------------------------------------
 class _QueuedKernel(SimKernel):
+    """Modules load lazily, at a kernel's first launch: one that has never run may not be captured."""
+
+    _loaded = False
+
     def __call__(self, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], *, shared_mem: int = 0) -> None:
         if any(isinstance(value, np.ndarray) for value in args):
             raise TypeError("a NumPy array is no device array")
-        submit_kernel(self.prepare(grid, block, args, shared_mem), _current[-1], args)
+        if current().is_capturing() and not self._loaded:
+            raise RuntimeError(f"{self.name} is captured before its first launch, which loads it")
+        self._loaded = True
+        memories = [value._memory for value in args if isinstance(value, ndarray)]
+        submit_kernel(self.prepare(grid, block, args, shared_mem), current(), memories)
 
 
 class RawModule(SimRawModule):
@@ -313,6 +214,7 @@ def get_default_memory_pool() -> _Pool:
 
 
 def _pinned(nbytes: int) -> memoryview:
+    nobody_captures("allocating pinned memory")
     return memoryview(bytearray(nbytes))
 
 
@@ -322,7 +224,7 @@ cuda = types.SimpleNamespace(
     Graph=Graph,
     Device=Device,
     runtime=_Runtime,
-    get_current_stream=lambda: _current[-1],
+    get_current_stream=current,
     alloc_pinned_memory=_pinned,
     is_available=lambda: True,
     memory=types.SimpleNamespace(OutOfMemoryError=OutOfMemoryError),

@@ -4,20 +4,35 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 
+from minserve.backend.base import BackendError
+from minserve.backend.cuda_backend.blas import Blas, Output
 from tests.simt import fakecupy as cp
 from tests.simt.emulator import KernelError
+from tests.simt.fakeblas import FakeBlas
 
 pytestmark = pytest.mark.simt
 ADD_ONE = "__global__ void add_one(int* x) { x[threadIdx.x] += 1; }"
 
 
+@cache
+def kernel() -> Any:
+    return cp.RawModule(code=ADD_ONE).get_function("add_one")
+
+
 def add_one(array: Any) -> None:
-    cp.RawModule(code=ADD_ONE).get_function("add_one")((1,), (len(array),), (array,))
+    kernel()((1,), (len(array),), (array,))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded() -> None:
+    add_one(cp.zeros(1, np.int32))
+    cp.cuda.get_current_stream().synchronize()
 
 
 class TestTiming:
@@ -84,7 +99,7 @@ class TestGraphs:
             with pytest.raises(KernelError, match="freed since the capture"):
                 stream.synchronize()
 
-    @pytest.mark.parametrize("what", ["get", "set", "fill", "synchronize", "event"])
+    @pytest.mark.parametrize("what", ["get", "set", "fill", "synchronize", "event", "empty", "pinned"])
     def test_only_kernels_may_be_captured(self, what: str) -> None:
         array, event = cp.zeros(2, np.int32), cp.Event()
         with cp.Stream(non_blocking=True) as stream:
@@ -95,14 +110,65 @@ class TestGraphs:
                 "fill": lambda: array.fill(1),
                 "synchronize": stream.synchronize,
                 "event": event.synchronize,
+                "empty": lambda: cp.empty(1),
+                "pinned": lambda: cp.cuda.alloc_pinned_memory(4),
             }
             with pytest.raises(RuntimeError, match="capturing"):
                 actions[what]()
             stream.end_capture()
 
+    def test_a_capture_forbids_allocation_on_every_stream(self) -> None:
+        stream = cp.Stream(non_blocking=True)
+        stream.begin_capture()
+        with pytest.raises(RuntimeError, match="allocating memory while a stream is capturing"):
+            cp.empty(1)
+        stream.end_capture()
+
+    def test_a_kernel_must_have_run_before_it_is_captured(self) -> None:
+        fresh, array = cp.RawModule(code=ADD_ONE).get_function("add_one"), cp.zeros(2, np.int32)
+        with cp.Stream(non_blocking=True) as stream:
+            stream.begin_capture()
+            with pytest.raises(RuntimeError, match="add_one is captured before its first launch"):
+                fresh((1,), (2,), (array,))
+            stream.end_capture()
+
     def test_the_default_stream_cannot_capture(self) -> None:
         with pytest.raises(RuntimeError, match="default"):
             cp.Stream.null.begin_capture()
+
+
+class TestProducts:
+    def test_a_shape_must_have_run_before_it_is_captured(self) -> None:
+        blas, (x, weight, out) = Blas(cp, FakeBlas()), (cp.zeros((16, 16), np.float16) for _ in range(3))
+        with cp.Stream(non_blocking=True) as stream:
+            blas.linear(Output(out, "half", 16), x, weight, 2, 16, 16, "half")
+            stream.begin_capture()
+            blas.linear(Output(out, "half", 16), x, weight, 2, 16, 16, "half")
+            with pytest.raises(BackendError, match="status 14"):
+                blas.linear(Output(out, "half", 16), x, weight, 3, 16, 16, "half")
+            stream.end_capture()
+
+    @pytest.mark.parametrize("freed", ["x", "weight", "out", "workspace"])
+    def test_a_graph_notices_that_an_array_has_been_freed(self, freed: str) -> None:
+        blas: Any = Blas(cp, FakeBlas())
+        arrays: dict[str, Any] = {name: cp.empty((16, 16), np.float16) for name in ("x", "weight", "out")}
+        with cp.Stream(non_blocking=True) as stream:
+            for captured in (False, True):
+                if captured:
+                    stream.synchronize()
+                    stream.begin_capture()
+                blas.linear(Output(arrays["out"], "half", 16), arrays["x"], arrays["weight"], 2, 16, 16, "half")
+            graph = stream.end_capture()
+            arrays.pop(freed) if freed in arrays else delattr(blas, "_workspace")
+            gc.collect()
+            graph.launch(stream)
+            with pytest.raises(KernelError, match="freed since the capture"):
+                stream.synchronize()
+
+    def test_a_product_beyond_its_arrays_is_an_error(self) -> None:
+        blas, (x, weight, out) = Blas(cp, FakeBlas()), (cp.zeros((16, 16), np.float16) for _ in range(3))
+        with pytest.raises(KernelError, match="lie in no array"):
+            blas.linear(Output(out, "half", 16), x, weight, 17, 16, 16, "half")
 
 
 class TestStrictness:

@@ -75,11 +75,11 @@ class CudaProgram:
         self._copy = m.kernels.get("copy_blocks", "copy_blocks")
 
     def _warm_up(self) -> None:
-        """Run each kind of step once: modules load lazily, cuBLAS initialises and allocates at first use."""
+        """Run a prompt and each step that gets a graph: modules load lazily, cuBLAS has a kernel for each shape."""
         limits = self._limits
         longest = min(limits.max_tokens, limits.max_model_len)
         chunk = Shape(longest, 1, min(longest, limits.max_rows))
-        for shape in (chunk, *(self._decode_shape(size) for size in (limits.max_requests, 1))):
+        for shape in (chunk, *(self._decode_shape(size) for size in reversed(buckets(limits.max_requests)))):
             self._launch(self._staging.blank(shape, shape.tokens // shape.requests))
             self._stream.synchronize()
 
