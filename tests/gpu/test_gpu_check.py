@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections import Counter, defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from minserve.backend.base import BackendError
 from minserve.backend.cuda_backend import availability
-from tests.gpu import correctness, machine, main, paper, torch_peer
+from minserve.backend.cuda_backend.kernels import Kernel
+from minserve.backend.cuda_backend.step import Shape, Step
+from minserve.backend.tensor import Encoding
+from tests.gpu import correctness, machine, main, paper, predict, torch_peer
 from tests.gpu.report import Report
 from tests.simt import emulator
 
@@ -108,6 +113,40 @@ class TestPaper:
             for c in (1024, 8192)
         )
         assert far < 4 * near  # three layers of eighteen see everything
+
+    @pytest.mark.parametrize(
+        ("encoding", "tokens", "requests"), [("BF16", 1, 1), ("BF16", 64, 64), ("Q8_0", 64, 64), ("BF16", 2048, 1)]
+    )
+    def test_every_launch_is_counted(
+        self, encoding: str, tokens: int, requests: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What the instructions launch, when they are called, is what `works` says."""
+        launched: Counter[str] = Counter()
+        monkeypatch.setattr(Kernel, "__call__", lambda self, *_, **__: launched.update([self.name.split("<")[0]]))
+        program, longest = paper.PaperProgram("llama-8b", Encoding(encoding)), tokens // requests
+        blas = SimpleNamespace(linear=lambda *_: launched.update(["cuBLAS"]))
+        object.__setattr__(program.machine, "blas", blas)
+        step = Step(Shape(tokens, requests, requests), longest, longest == 1, defaultdict(lambda: None))
+        for instruction, _ in program.instructions:
+            instruction(step)
+        counted: Counter[str] = Counter()
+        for work in program.works(paper.Load([longest] * requests, [8192] * requests)):
+            counted[work.name] += work.kernels
+        assert counted == launched
+
+
+class TestPredictions:
+    def test_a_tile_of_prefill_attention_on_an_a100(self) -> None:
+        """128 rows, 32 keys, heads of 128: 2 * 2 MFLOP at 2048 a clock; 24 KiB a warp read and 16 written at 128 bytes
+        a clock; 4096 exponentials at 16 a clock; 4.5 operations a score and one an output on 64 lanes."""
+        tile = predict.Tile(predict.A100)
+        assert (tile.tensor, tile.shared, tile.exponentials, tile.lanes) == (1024, 896, 256, 544)
+        assert tile.share == pytest.approx(2 * 1024 / (1024 + 896 + 256 + 544))
+
+    def test_a_copy_is_the_best_that_a_large_read_can_do(self) -> None:
+        work = paper.Work("decode_attention", 10**9)
+        assert predict.floor(work, predict.H100) == pytest.approx(10**9 / 3.35e12)
+        assert predict.predicted(work, predict.H100) == pytest.approx(10**9 / 3.35e12 / 0.91 / 0.88 + 2e-6)
 
 
 def test_the_peer_is_given_our_shapes() -> None:

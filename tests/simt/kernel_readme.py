@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.gpu import paper
+from tests.gpu import predict
 from tests.simt import nvrtc
 from tests.simt.instances import INSTANCES
 from tests.simt.nvrtc import ARCHITECTURES, compile_file, launch_shape, occupancy
@@ -40,7 +40,7 @@ def compile_report() -> str:
     return "\n".join([*lines, "|---|---|---|" + "---|" * len(ARCHITECTURES), *compile_rows()])
 
 
-PARTS = {"paper": paper.report, "compile report": compile_report}
+PARTS = {"paper": predict.report, "compile report": compile_report}
 
 
 def marks(part: str) -> tuple[str, str]:
