@@ -15,8 +15,9 @@ import pytest
 from minserve.assemble import Assembly
 from minserve.request import Submission
 from tests.engines import Collected, run, submission
-from tests.simt import fakecupy, instances
+from tests.simt import instances
 from tests.simt.engines import Certainties, Recorded, cuda_engine
+from tests.simt.fakestream import Graph, Stream
 from tests.simt.witness import SURE
 
 pytestmark = pytest.mark.simt
@@ -82,13 +83,13 @@ class Launches:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.graphs = 0
-        launch = fakecupy.Graph.launch
+        launch = Graph.launch
 
-        def counted(graph: fakecupy.Graph, stream: fakecupy.Stream | None = None) -> None:
+        def counted(graph: Graph, stream: Stream | None = None) -> None:
             self.graphs += 1
             launch(graph, stream)
 
-        monkeypatch.setattr(fakecupy.Graph, "launch", counted)
+        monkeypatch.setattr(Graph, "launch", counted)
 
 
 def both(

@@ -37,7 +37,7 @@ def loaded() -> None:
 
 class TestTiming:
     def test_a_host_buffer_reused_too_early_is_seen(self) -> None:
-        stream, host, device = cp.Stream(non_blocking=True), np.array([1], np.int32), cp.empty(1, np.int32)
+        stream, host, device = cp.cuda.Stream(non_blocking=True), np.array([1], np.int32), cp.empty(1, np.int32)
         device.set(host, stream=stream)
         host[0] = 2
         assert device.get(stream)[0] == 2
@@ -50,8 +50,8 @@ class TestTiming:
         assert out[0] == 1
 
     def test_a_missing_event_is_seen(self) -> None:
-        array, other = cp.empty(1, np.int32), cp.Stream(non_blocking=True)
-        with cp.Stream(non_blocking=True) as stream:
+        array, other = cp.empty(1, np.int32), cp.cuda.Stream(non_blocking=True)
+        with cp.cuda.Stream(non_blocking=True) as stream:
             array.fill(5)
             event = stream.record()
         assert not event.done
@@ -62,7 +62,7 @@ class TestTiming:
         assert event.done
 
     def test_waiting_for_the_device_runs_every_stream(self) -> None:
-        array, stream = cp.empty(1, np.int32), cp.Stream(non_blocking=True)
+        array, stream = cp.empty(1, np.int32), cp.cuda.Stream(non_blocking=True)
         with stream:
             array.fill(5)
         cp.Device().synchronize()
@@ -75,8 +75,8 @@ class TestTiming:
 class TestGraphs:
     def test_replay_reads_new_values_at_the_same_addresses(self) -> None:
         array = cp.zeros(2, np.int32)
-        with cp.Stream(non_blocking=True) as stream:
-            cp.Stream.null.synchronize()
+        with cp.cuda.Stream(non_blocking=True) as stream:
+            cp.cuda.Stream.null.synchronize()
             stream.begin_capture()
             add_one(array)
             graph = stream.end_capture()
@@ -87,7 +87,7 @@ class TestGraphs:
             assert array.get().tolist() == [7, 8]
 
     def test_an_array_freed_since_the_capture_is_an_error(self) -> None:
-        with cp.Stream(non_blocking=True) as stream:
+        with cp.cuda.Stream(non_blocking=True) as stream:
             array = cp.zeros(2, np.int32)
             stream.synchronize()
             stream.begin_capture()
@@ -101,8 +101,8 @@ class TestGraphs:
 
     @pytest.mark.parametrize("what", ["get", "set", "fill", "synchronize", "event", "empty", "pinned"])
     def test_only_kernels_may_be_captured(self, what: str) -> None:
-        array, event = cp.zeros(2, np.int32), cp.Event()
-        with cp.Stream(non_blocking=True) as stream:
+        array, event = cp.zeros(2, np.int32), cp.cuda.Event()
+        with cp.cuda.Stream(non_blocking=True) as stream:
             stream.begin_capture()
             actions: dict[str, Callable[[], object]] = {
                 "get": array.get,
@@ -118,7 +118,7 @@ class TestGraphs:
             stream.end_capture()
 
     def test_a_capture_forbids_allocation_on_every_stream(self) -> None:
-        stream = cp.Stream(non_blocking=True)
+        stream = cp.cuda.Stream(non_blocking=True)
         stream.begin_capture()
         with pytest.raises(RuntimeError, match="allocating memory while a stream is capturing"):
             cp.empty(1)
@@ -126,7 +126,7 @@ class TestGraphs:
 
     def test_a_kernel_must_have_run_before_it_is_captured(self) -> None:
         fresh, array = cp.RawModule(code=ADD_ONE).get_function("add_one"), cp.zeros(2, np.int32)
-        with cp.Stream(non_blocking=True) as stream:
+        with cp.cuda.Stream(non_blocking=True) as stream:
             stream.begin_capture()
             with pytest.raises(RuntimeError, match="add_one is captured before its first launch"):
                 fresh((1,), (2,), (array,))
@@ -134,13 +134,13 @@ class TestGraphs:
 
     def test_the_default_stream_cannot_capture(self) -> None:
         with pytest.raises(RuntimeError, match="default"):
-            cp.Stream.null.begin_capture()
+            cp.cuda.Stream.null.begin_capture()
 
 
 class TestProducts:
     def test_a_shape_must_have_run_before_it_is_captured(self) -> None:
         blas, (x, weight, out) = Blas(cp, FakeBlas()), (cp.zeros((16, 16), np.float16) for _ in range(3))
-        with cp.Stream(non_blocking=True) as stream:
+        with cp.cuda.Stream(non_blocking=True) as stream:
             blas.linear(Output(out, "half", 16), x, weight, 2, 16, 16, "half")
             stream.begin_capture()
             blas.linear(Output(out, "half", 16), x, weight, 2, 16, 16, "half")
@@ -152,7 +152,7 @@ class TestProducts:
     def test_a_graph_notices_that_an_array_has_been_freed(self, freed: str) -> None:
         blas: Any = Blas(cp, FakeBlas())
         arrays: dict[str, Any] = {name: cp.empty((16, 16), np.float16) for name in ("x", "weight", "out")}
-        with cp.Stream(non_blocking=True) as stream:
+        with cp.cuda.Stream(non_blocking=True) as stream:
             for captured in (False, True):
                 if captured:
                     stream.synchronize()
