@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from minserve.config import AccountConfig, Config
+from minserve.economics.allowance import Allowance
 from minserve.economics.alerts import Alert, Alerts, Send
 from minserve.economics.clock import SteadyClock
 from minserve.economics.device import DeviceHours
@@ -76,6 +77,7 @@ class Accounting:
         self._drift = PromptDrift(self.alerts, ratio=config.alerts.drift_ratio, least=config.alerts.drift_min_requests)
         self.payers = Payers(config, self._runs)
         self._spend: SpendAlerts | None = None
+        self._strangers = Allowance(rate=1, burst=60)  # rows: at worst some 20 MB a day
         self._open_cost = 0
         self._open: dict[int, tuple[Identity, Ticket]] = {}
         self._next_seq = 0
@@ -219,7 +221,8 @@ class Accounting:
         del self._open[row.seq]
 
     def refuse(self, admission: Admission, error: RequestError) -> None:
-        """A row for a call that never got a reservation. Callers without an account are counted, not written."""
+        """A row for a call that never got a reservation. Nobody can fill the disk who has no account: beyond a rate,
+        calls without one are counted and logged, not written."""
         self._record(admission, Settlement(finish=REFUSED, status=error.status, code=error.code))
 
     def static(self, admission: Admission) -> None:
@@ -227,9 +230,11 @@ class Accounting:
         self._record(admission, Settlement(finish="static", status=200))
 
     def _record(self, admission: Admission, end: Settlement) -> None:
-        row = admission.row(self._number(), self.clock())
+        now = self.clock()
+        row = admission.row(self._number(), now)
         total = None if admission.started is None else (time.monotonic() - admission.started) * 1e3
-        self._finished(msgspec.structs.replace(row, total_ms=total, **end.columns()), admission.identity is not None)
+        write = admission.identity is not None or self._strangers.take(now)
+        self._finished(msgspec.structs.replace(row, total_ms=total, **end.columns()), write)
 
     def _finished(self, row: Row, write: bool = True) -> None:
         if write and self.ledger is not None:

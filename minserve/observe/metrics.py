@@ -40,6 +40,7 @@ TOKEN_BUCKETS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
 PHASES = ("plan", "build", "run", "commit", "deliver")
 STEP_BUCKETS = (1.0, *(float(2**e) for e in range(3, 15)))
 CHOICE_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)
+PREEMPTION_BUCKETS = (0.0, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +141,7 @@ class Metrics:
             ("decode", "vllm:request_decode_time_seconds", "First token to end.", LATENCY_BUCKETS),
             ("inference", "vllm:request_inference_time_seconds", "First step to end.", LATENCY_BUCKETS),
             ("tpot", "vllm:request_time_per_output_token_seconds", "Mean gap of a request.", ITL_BUCKETS),
+            ("preemptions", "vllm:request_num_preemptions", "Preemptions of a request.", PREEMPTION_BUCKETS),
         )
         per_call = (
             ("prompt", "vllm:request_prompt_tokens", "Prompt tokens processed.", TOKEN_BUCKETS),
@@ -194,6 +196,7 @@ class Metrics:
         seen = self.requests
         seen["e2e"].observe(outcome.total, pool)
         seen["queue"].observe(outcome.queue, pool)
+        seen["preemptions"].observe(outcome.preemptions, pool)
         if outcome.ttft is not None:
             seen["prefill"].observe(outcome.ttft - outcome.queue, pool)
             seen["decode"].observe(outcome.total - outcome.ttft, pool)

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from minserve.server.generate import GenerateRoutes
 from minserve.server.info import InfoRoutes
-from minserve.server.middleware import ORIGINS, add_headers, authenticated, guarded, observed
+from minserve.server.middleware import ORIGINS, REFUSE, add_headers, authenticated, guarded, observed
 from minserve.server.origins import Origins
 from minserve.server.pages import Pages
 from minserve.server.services import SERVICES, Services
@@ -23,6 +23,7 @@ def create_app(services: Services) -> web.Application:
     )
     app[SERVICES] = services
     app[ORIGINS] = Origins(services.config.server)
+    app[REFUSE] = services.gateway.refuse
     app.on_response_prepare.append(add_headers)
     generate, info, pages = GenerateRoutes(services), InfoRoutes(services), Pages()
     app.add_routes(

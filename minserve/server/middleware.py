@@ -6,15 +6,17 @@ against the *resolved* route, so no spelling of a path gets around it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 
 import structlog
 from aiohttp import web
 
+from minserve.economics.keys import Identity
 from minserve.economics.reservation import Admission
 from minserve.request import RequestError
 from minserve.server.errors import error_response, forbidden, from_http, unexpected
@@ -96,15 +98,29 @@ def _log_line(request: web.Request, visit: Visit, status: int, seconds: float) -
     request_log.info("request", **fields)
 
 
+@contextlib.contextmanager
+def recorded(request: web.Request, identity: Identity | None = None) -> Iterator[None]:
+    """A call that is refused in this block, before a route has seen it, gets its row. Other requests are no calls."""
+    try:
+        yield
+    except RequestError as error:
+        route, visit = route_of(request), request[VISIT]
+        if route in GENERATING_ROUTES:
+            visit.recorded = True
+            request.app[REFUSE](Admission(id=visit.request_id, identity=identity, endpoint=route), error)
+        raise
+
+
 @web.middleware
 async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Host and Origin before the key: a browser's preflight question carries no key."""
     origins = request.app[ORIGINS]
     host, origin = request.headers.get("Host"), request.headers.get("Origin")
-    origins.check_host(host)
-    if request.method == "OPTIONS" and origin is not None and "Access-Control-Request-Method" in request.headers:
-        return web.Response(status=204, headers=origins.preflight(request.headers))
-    origins.check_origin(origin, host, request.method)
+    with recorded(request):
+        origins.check_host(host)
+        if request.method == "OPTIONS" and origin is not None and "Access-Control-Request-Method" in request.headers:
+            return web.Response(status=204, headers=origins.preflight(request.headers))
+        origins.check_origin(origin, host, request.method)
     return await handler(request)
 
 
@@ -115,12 +131,8 @@ async def authenticated(request: web.Request, handler: Handler) -> web.StreamRes
     route = route_of(request)
     if route in OPEN_ROUTES:
         return await handler(request)
-    try:
+    with recorded(request):
         identity = services.accounting.identify(request.headers.get("Authorization"), request.headers.get("Origin"))
-    except RequestError as error:
-        request[VISIT].recorded = True
-        services.gateway.refuse(Admission(id=request[VISIT].request_id, identity=None, endpoint=route), error)
-        raise
     if route in ADMIN_ROUTES and not identity.admin:
         raise forbidden("This route needs the key of an administrator.", "admin_required")
     request[VISIT].identity = identity
@@ -140,3 +152,4 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
 
 
 ORIGINS: web.AppKey[Origins] = web.AppKey("origins", Origins)
+REFUSE: web.AppKey[Callable[[Admission, RequestError], None]] = web.AppKey("refuse")

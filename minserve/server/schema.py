@@ -230,6 +230,12 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 
 _CHAT_ONLY: Mapping[str, tuple[Any, ...]] = {"add_special_tokens": (False,), "echo": (False,), "prompt": ()}
 _COMPLETION_ONLY: Mapping[str, tuple[Any, ...]] = {"add_special_tokens": (True,), "messages": (), "top_logprobs": ()}
+# Of a message; what SDKs send back of an answer that had none of it is null or empty.
+_MESSAGE_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "audio": (None,),
+    "function_call": (None,),
+    "refusal": (None, ""),
+}
 # At /tokenize, by llama.cpp's names: special tokens written in a text count, and `content` gets none added.
 TOKENIZE_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "add_special": (False,),
@@ -243,16 +249,20 @@ def refuse_unsupported(fields: Mapping[str, Any], *, chat: bool) -> None:
     """RequestError 400 for the first field that asks for something this server can't do."""
     for table in (UNSUPPORTED, _CHAT_ONLY if chat else _COMPLETION_ONLY):
         refuse_of(table, fields)
+    messages = fields.get("messages")
+    for place, message in enumerate(messages if isinstance(messages, list) else ()):
+        if isinstance(message, dict):
+            refuse_of(_MESSAGE_UNSUPPORTED, message, f"messages[{place}].")
 
 
-def refuse_of(table: Mapping[str, tuple[Any, ...]], fields: Mapping[str, Any]) -> None:
-    """The same for the fields of one table."""
+def refuse_of(table: Mapping[str, tuple[Any, ...]], fields: Mapping[str, Any], where: str = "") -> None:
+    """The same for the fields of one table. where: what stands before their names."""
     for name, neutral in table.items():
         if name in fields and not _asks_nothing(fields[name], neutral):
             raise RequestError(
-                f"This server does not support `{name}`{_unless(neutral)}.",
+                f"This server does not support `{where}{name}`{_unless(neutral)}.",
                 code="unsupported_parameter",
-                param=name,
+                param=where + name,
             )
 
 

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 from minserve.assemble import Assembly, Fetch, assemble, default_name, files_of
 from minserve.async_engine import AsyncEngine
@@ -39,6 +39,7 @@ FAULTS = (PortInUse, LedgerError, CheckpointError, BackendError, DownloadError, 
 _INTERRUPTED = 130  # what shells show for a process that a second Ctrl-C ended
 
 Say = Callable[[str], None]
+Meanwhile = Callable[[Accounting], Awaitable[None]]
 
 
 def run(config: Config, reread: Reread | None = None, fetch: Fetch = files_of) -> int:
@@ -65,8 +66,11 @@ async def serve(
         sock = bind(config.server.host, config.server.port)
         site = Site(sock)
         cleanup.push_async_callback(site.close)
-        await site.serve(loading_app(config.server))
-        services = await cleanup.enter_async_context(opened(config, say, stop, fetch))
+
+        async def meanwhile(accounting: Accounting) -> None:
+            await site.serve(loading_app(config.server, accounting))
+
+        services = await cleanup.enter_async_context(opened(config, say, stop, fetch, meanwhile))
         if services is None:
             return 0
         last.append(services.gateway.abandon)
@@ -83,9 +87,12 @@ async def serve(
 
 @contextlib.asynccontextmanager
 async def opened(
-    config: Config, say: Say, stop: asyncio.Event, fetch: Fetch = files_of
+    config: Config, say: Say, stop: asyncio.Event, fetch: Fetch = files_of, meanwhile: Meanwhile | None = None
 ) -> AsyncIterator[Services | None]:
-    """Ledger, weights, engine: all that stands behind the gateway, whoever brings the calls. None: told to stop."""
+    """Ledger, weights, engine: all that stands behind the gateway, whoever brings the calls. None: told to stop.
+
+    meanwhile: called when rows can be written, before the model is loaded.
+    """
     if broken := validate(config):
         raise ValueError("The settings contradict each other:\n  " + "\n  ".join(broken))
     async with contextlib.AsyncExitStack() as cleanup:
@@ -95,6 +102,8 @@ async def opened(
         if webhook is not None:
             cleanup.push_async_callback(webhook.close)
         cleanup.push_async_callback(accounting.close)
+        if meanwhile is not None:
+            await meanwhile(accounting)
         assembly = await load(config, (*telemetry.observers, accounting.observe), say, stop, fetch)
         if assembly is None:
             yield None

@@ -18,9 +18,10 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from minserve.config import ServerConfig
+from minserve.economics.accounting import Accounting
 from minserve.request import RequestError
 from minserve.server.errors import error_response, not_http
-from minserve.server.middleware import ORIGINS, add_headers, guarded, observed
+from minserve.server.middleware import GENERATING_ROUTES, ORIGINS, REFUSE, add_headers, guarded, observed, recorded
 from minserve.server.origins import Origins
 
 KEEP_ALIVE_S = 75.0  # longer than what proxies in front keep, so that they never write to a closed connection
@@ -140,9 +141,9 @@ class Site:
         await self._open.aclose()
 
 
-def loading_app(config: ServerConfig) -> web.Application:
-    """Alive but not ready: what probes and impatient clients get while the model is loaded. Host, Origin, request ids
-    and the log are as later."""
+def loading_app(config: ServerConfig, accounting: Accounting) -> web.Application:
+    """Alive but not ready: what probes and impatient clients get while the model is loaded. Guards, keys, rows, request
+    ids and the log are as later."""
 
     async def health(request: web.Request) -> web.Response:
         return web.json_response({"status": "loading"})
@@ -151,10 +152,15 @@ def loading_app(config: ServerConfig) -> web.Application:
         return web.json_response({"status": "loading"}, status=503)
 
     async def later(request: web.Request) -> web.Response:
-        raise RequestError("The model is being loaded.", status=503, code="loading", retry_after=2)
+        with recorded(request):
+            identity = accounting.identify(request.headers.get("Authorization"), request.headers.get("Origin"))
+        with recorded(request, identity):
+            raise RequestError("The model is being loaded.", status=503, code="loading", retry_after=2)
 
     app = web.Application(middlewares=[observed, guarded])
-    app[ORIGINS] = Origins(config)
+    app[ORIGINS], app[REFUSE] = Origins(config), accounting.refuse
     app.on_response_prepare.append(add_headers)
-    app.add_routes([web.get("/health", health), web.get("/ready", ready), web.route("*", "/{path:.*}", later)])
+    app.add_routes([web.get("/health", health), web.get("/ready", ready)])
+    app.add_routes([web.post(route, later) for route in sorted(GENERATING_ROUTES)])
+    app.add_routes([web.route("*", "/{path:.*}", later)])
     return app

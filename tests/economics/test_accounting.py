@@ -278,7 +278,7 @@ async def test_a_row_says_what_was_asked_and_what_was_done(tmp_path: Path) -> No
     assert seen[0].total_ms is not None
 
 
-async def test_refused_calls_have_rows_and_callers_without_an_account_only_an_event(tmp_path: Path) -> None:
+async def test_refused_calls_have_rows(tmp_path: Path) -> None:
     seen: list[Row] = []
     accounting = Accounting.open(local(), tmp_path, on_row=seen.append)
     error = RequestError("too long", status=400, code="context_length_exceeded")
@@ -291,7 +291,21 @@ async def test_refused_calls_have_rows_and_callers_without_an_account_only_an_ev
         ("refused", 401, "invalid_api_key"),
         ("static", 200, ""),
     ]
-    assert rows(tmp_path, "finish, asked_prompt, prompt_tokens, cost") == [("refused", 99, 0, 0), ("static", 5, 0, 0)]
+    assert rows(tmp_path, "finish, asked_prompt, prompt_tokens, cost") == [
+        ("refused", 99, 0, 0),
+        ("refused", 0, 0, 0),
+        ("static", 5, 0, 0),
+    ]
+
+
+async def test_callers_without_an_account_do_not_fill_the_disk(tmp_path: Path) -> None:
+    seen: list[Row] = []
+    accounting = Accounting.open(local(), tmp_path, on_row=seen.append)
+    for _ in range(1000):
+        accounting.refuse(Admission(id="x", identity=None), RequestError("no", status=401, code="invalid_api_key"))
+    await accounting.close()
+    assert len(seen) == 1000  # counted and logged
+    assert 60 <= len(rows(tmp_path, "code")) < 100
 
 
 async def test_an_observer_that_fails_costs_nobody_an_answer(tmp_path: Path) -> None:

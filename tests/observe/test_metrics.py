@@ -46,6 +46,7 @@ def test_every_name_that_dashboards_look_for_is_there() -> None:
         *("e2e_request_latency_seconds", "request_queue_time_seconds", "request_prefill_time_seconds"),
         *("request_decode_time_seconds", "request_inference_time_seconds", "iteration_tokens_total"),
         *("request_prompt_tokens", "request_generation_tokens", "request_params_max_tokens", "request_params_n"),
+        "request_num_preemptions",
     )
     for name in histograms:
         assert {f"vllm:{name}_bucket", f"vllm:{name}_sum", f"vllm:{name}_count"} <= names, name

@@ -395,9 +395,15 @@ async def test_foreign_pages_and_rebound_names_are_refused(server: Server) -> No
     for path in ("/status", "/", "/v1/models", "/missing"):
         status, reply = await server.get(path, headers={"Host": "evil.example"})
         assert (status, error(403, reply)["code"]) == (403, "host_not_allowed")
+    await server.post("/v1/completions", COMPLETION, headers={"Host": "evil.example"})
     own = {"Origin": server.url}
     assert (await server.post("/v1/completions", COMPLETION, headers=own))[0] == 200
     assert len(server.engine.submissions) == 1
+    assert [(row.code, row.endpoint) for row in server.rows] == [
+        ("origin_not_allowed", "/v1/completions"),
+        ("host_not_allowed", "/v1/completions"),
+        ("", "/v1/completions"),
+    ]
 
 
 # -- keys

@@ -159,6 +159,15 @@ def test_unknown_fields_are_ignored_and_unsupported_ones_refused() -> None:
         assert (caught.value.param, caught.value.code) == (field, "unsupported_parameter")
 
 
+@pytest.mark.parametrize("field", ["audio", "function_call", "refusal"])
+def test_what_a_message_holds_and_no_template_shows_is_refused(field: str) -> None:
+    user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b", field: None}
+    refuse_unsupported({"messages": [user, answer]}, chat=True)
+    with pytest.raises(RequestError) as caught:
+        refuse_unsupported({"messages": [user, {**answer, field: {"id": "x"}}]}, chat=True)
+    assert (caught.value.param, caught.value.code) == (f"messages[1].{field}", "unsupported_parameter")
+
+
 def test_true_does_not_pass_for_one_in_the_table_of_unsupported_fields() -> None:
     with pytest.raises(RequestError):
         refuse_unsupported({"best_of": True}, chat=False)

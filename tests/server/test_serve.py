@@ -117,10 +117,19 @@ async def test_while_loading_probes_are_answered_and_a_signal_ends_it(tmp_path: 
             assert (await response.json())["error"]["code"] == "loading"
             assert response.headers["X-Request-ID"]
             assert response.headers["Server"] == "minserve"
-        async with http.get(f"http://127.0.0.1:{port}/health", headers={"Host": "evil.example"}) as response:
+        foreign = {"Host": "evil.example"}
+        async with http.get(f"http://127.0.0.1:{port}/health", headers=foreign) as response:
+            assert response.status == 403
+        async with http.post(f"http://127.0.0.1:{port}/v1/completions", json=BODY, headers=foreign) as response:
             assert response.status == 403
         server.process.send_signal(signal.SIGTERM)
         assert await server.end(10) == 0
+    with closing(sqlite3.connect(tmp_path / "ledger.db")) as database:
+        rows = database.execute("SELECT endpoint, user, finish, status, code FROM calls ORDER BY seq").fetchall()
+    assert rows == [
+        ("/v1/completions", "local", "refused", 503, "loading"),
+        ("/v1/completions", "", "refused", 403, "host_not_allowed"),
+    ]
 
 
 async def test_a_port_in_use_is_said_before_anything_is_loaded(tmp_path: Path) -> None:
