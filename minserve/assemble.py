@@ -89,10 +89,12 @@ def _assemble(config: Config, observers: Sequence[Observer], progress: Progress,
     loaded = load_checkpoint(source)
     tokenizer = Tokenizer.from_source(loaded.tokenizer)
     template = read_template(config, loaded, tokenizer)
-    backend = create_backend(engine_config, config.model, weights_id=loaded.weights_id, progress=progress)
+    notes: list[str] = []
+    backend = create_backend(
+        engine_config, config.model, weights_id=loaded.weights_id, progress=progress, note=notes.append
+    )
     progress(f"loading weights on {backend.description}")
     model = load_model(loaded.checkpoint, backend, engine_config.max_model_len)
-    notes: list[str] = []
     num_blocks, max_model_len = size_cache(engine_config, backend, model.spec, notes)
     limits = make_limits(engine_config, config.pools, num_blocks, max_model_len)
     program = backend.build(

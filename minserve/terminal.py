@@ -71,10 +71,13 @@ def load(config: Config, console: Console) -> Assembly | None:
             raise ValueError("The settings contradict each other:\n  " + "\n  ".join(broken))
         fetch(config)
         with console.status("starting") as status:
-            return assemble(config, progress=status.update)
+            assembly = assemble(config, progress=status.update)
     except (CheckpointError, BackendError, DownloadError, OSError, ValueError) as error:
         console.print(f"minserve: {error}", style="red", markup=False, highlight=False)
         return None
+    for note in assembly.notes:
+        console.print(note, style="dim", markup=False, highlight=False, soft_wrap=True)
+    return assembly
 
 
 def generate_once(config: Config, text: str, style: Style, *, raw: bool) -> int:

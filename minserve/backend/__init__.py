@@ -31,11 +31,12 @@ def create_backend(
     *,
     weights_id: bytes = b"",
     progress: Callable[[str], None] = lambda _: None,
+    note: Callable[[str], None] = lambda _: None,
 ) -> Backend:
     """The backend that engine.backend and engine.device ask for.
 
-    auto takes a GPU that works, else Numba, else NumPy, and tells `progress` in one sentence when it has to settle for
-    less than the machine offers. What was asked for by name runs, or is a BackendError that says what is missing.
+    auto takes a GPU that works, else Numba, else NumPy, and gives `note` a sentence when it has to settle for less than
+    the machine offers. What was asked for by name runs, or is a BackendError that says what is missing.
     weights_id names the weights, for backends that keep prepared ones between starts.
     """
     name, device = engine.backend, engine.device
@@ -48,18 +49,18 @@ def create_backend(
         try:
             return _create("cuda_backend", "cupy", NEEDS_CUPY, engine, model, arguments)
         except BackendError as error:
-            progress(f"CuPy is installed, but no GPU can be used: {error}")
+            note(f"CuPy is installed, but no GPU can be used: {error}")
     if name == "numba":
         return _create("numba_backend", "numba", NEEDS_NUMBA, engine, model, arguments)
     if name == "auto" and _installed("numba"):
         try:
             importlib.import_module("numba")
         except ImportError as error:
-            progress(f"Numba can't be imported, so the NumPy backend runs, several times slower: {error}")
+            note(f"Numba can't be imported, so the NumPy backend runs, several times slower: {error}")
         else:
             return _create("numba_backend", "numba", NEEDS_NUMBA, engine, model, arguments)
     elif name == "auto":
-        progress(NO_NUMBA)
+        note(NO_NUMBA)
     if model.quantize != "none":
         raise BackendError(f"quantize = {model.quantize!r} needs the numba backend; numpy computes in float32")
     from minserve.backend.numpy_backend import NumpyBackend

@@ -13,7 +13,8 @@ import pytest
 import minserve.backend
 from minserve.backend import create_backend
 from minserve.backend.base import BackendError, Heads, KVSpec, ModelSpec, StepLimits
-from minserve.backend.numpy_backend import LayerCache, NumpyBackend, NumpyOperations, NumpyProgram
+from minserve.backend.numpy_backend import NumpyBackend, NumpyProgram
+from minserve.backend.numpy_operations import LayerCache, NumpyOperations
 from minserve.backend.tensor import Encoding, HostTensor, bfloat16_to_float32
 from minserve.batch import SeatReset
 from minserve.config import EngineConfig, ModelConfig
@@ -310,7 +311,7 @@ def choose(
     """What create_backend gives where only `installed` is installed, and what it tells."""
     monkeypatch.setattr(minserve.backend, "_installed", lambda module: module in installed)
     lines: list[str] = []
-    return create_backend(EngineConfig(**engine), ModelConfig(quantize=quantize), progress=lines.append), lines
+    return create_backend(EngineConfig(**engine), ModelConfig(quantize=quantize), note=lines.append), lines
 
 
 def test_numpy_runs_when_asked_for_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:

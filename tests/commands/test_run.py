@@ -19,8 +19,9 @@ TINY = ("--model", "dummy:llama-tiny", "--backend", "numpy", "--num-blocks", "16
 
 
 def run(folder: Path, *arguments: str | bytes, given: bytes = b"") -> subprocess.CompletedProcess[bytes]:
-    """The command as a process of its own: bytes that are no text reach it only so."""
-    environment = {**os.environ, "MINSERVE_DATA": str(folder), "PYTHONPATH": str(ROOT), "PYTHONUTF8": "1"}
+    """The command as a process of its own: bytes that are no text reach it only so. Modules of `folder` come first."""
+    path = os.pathsep.join((str(folder), str(ROOT)))
+    environment = {**os.environ, "MINSERVE_DATA": str(folder), "PYTHONPATH": path, "PYTHONUTF8": "1"}
     command = [sys.executable, "-m", "minserve", *arguments]
     return subprocess.run(command, input=given, cwd=folder, env=environment, capture_output=True, timeout=60)
 
@@ -49,6 +50,13 @@ def test_a_chat_outlives_messages_that_the_template_refuses(tmp_path: Path) -> N
     assert (result.returncode, result.stderr.count(b"refuses these messages")) == (0, 2)
     result = run(tmp_path, "generate", "Hi", *TINY, "--chat-template", "strict.jinja")
     assert (result.returncode, b"Traceback" in result.stderr) == (1, False)
+
+
+def test_generate_says_when_it_has_to_settle_for_the_slow_backend(tmp_path: Path) -> None:
+    (tmp_path / "numba.py").write_text("raise ImportError('needs another NumPy')", encoding="utf-8")
+    result = run(tmp_path, "generate", "Hi", *TINY[:2], "--device", "cpu", *TINY[4:], "--max-new", "2")
+    assert result.returncode == 0
+    assert b"Numba can't be imported, so the NumPy backend runs, several times slower: needs another" in result.stderr
 
 
 @pytest.mark.parametrize(
