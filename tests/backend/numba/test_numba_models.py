@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -16,6 +17,7 @@ from minserve.batch import Batch
 from minserve.models import load
 from minserve.weights.dummy import PRESETS, DummyCheckpoint, load_dummy
 from tests.helpers import Part, make_batch
+from tests.models.golden import Golden, golden_names
 
 LIMITS = StepLimits(max_tokens=128, max_requests=4, max_rows=128, max_model_len=640, num_blocks=128)
 RNG = np.random.default_rng(3)
@@ -38,10 +40,13 @@ def logits(name: str, backend: NumbaBackend | NumpyBackend, batches: Sequence[Ba
 
 
 def logits_of(
-    checkpoint: Checkpoint, backend: NumbaBackend | NumpyBackend, batches: Sequence[Batch]
+    checkpoint: Checkpoint,
+    backend: NumbaBackend | NumpyBackend,
+    batches: Sequence[Batch],
+    max_model_len: int = LIMITS.max_model_len,
 ) -> list[np.ndarray]:
-    model = load(checkpoint, backend, LIMITS.max_model_len)
-    program = backend.build(model.forward, model.spec, LIMITS)
+    model = load(checkpoint, backend, max_model_len)
+    program = backend.build(model.forward, model.spec, replace(LIMITS, max_model_len=max_model_len))
     try:
         return [program.logits(batch) for batch in batches]
     finally:
@@ -69,6 +74,15 @@ def test_every_family_agrees_with_numpy(family: str) -> None:
     batches = steps()
     ours = logits(name, NumbaBackend(threads=2), batches)
     assert error(ours, logits(name, NumpyBackend(), batches)) < 0.02  # what a bfloat16 KV cache costs
+
+
+@pytest.mark.parametrize("name", golden_names())
+def test_the_default_backend_agrees_with_transformers(name: str) -> None:
+    """The NumPy backend is within 1e-4; here weights, activations and KV cache are bfloat16."""
+    golden = Golden.read(name)
+    batch = make_batch([Part(0, golden.ids, range(3, 8), rows=range(len(golden.ids)))])
+    (ours,) = logits_of(golden.checkpoint(), NumbaBackend(threads=2), [batch], max_model_len=96)
+    assert np.abs(ours - golden.logits).max() <= 0.02 * np.abs(golden.logits).max()
 
 
 @pytest.mark.parametrize("encoding", ["F32", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
