@@ -19,8 +19,8 @@ from pathlib import Path
 import msgspec
 
 from minserve.config import AccountConfig, Config
+from minserve.economics.alerts import Alerts, Send
 from minserve.economics.allowance import Allowance
-from minserve.economics.alerts import Alert, Alerts, Send
 from minserve.economics.clock import SteadyClock
 from minserve.economics.device import DeviceHours
 from minserve.economics.history import reset_statement
@@ -33,7 +33,7 @@ from minserve.economics.prices import Prices, money, nano
 from minserve.economics.reconfigure import reconfigure
 from minserve.economics.reservation import Admission, Reservation
 from minserve.economics.restore import restore
-from minserve.economics.rows import REFUSED, Row
+from minserve.economics.rows import REFUSED, STATIC, Row
 from minserve.economics.schema import FolderLock, LedgerError
 from minserve.economics.settlement import Settlement
 from minserve.economics.spend import PromptDrift, SpendAlerts
@@ -73,7 +73,7 @@ class Accounting:
         self.on_row = on_row
         self.lock: FolderLock | None = None
         self._runs = Runs(self.limiter, config.loops.run_idle_s)
-        self._repeats = Repeats(config.loops)
+        self._repeats = Repeats(config.loops, self.alerts)
         self._drift = PromptDrift(self.alerts, ratio=config.alerts.drift_ratio, least=config.alerts.drift_min_requests)
         self.payers = Payers(config, self._runs)
         self._spend: SpendAlerts | None = None
@@ -154,10 +154,8 @@ class Accounting:
         """
         now = self.clock()
         started = time.monotonic() if admission.started is None else admission.started
-        identity = admission.identity
-        if identity is None:
-            raise RequestError("An API key is needed.", status=401, code="missing_api_key", kind="authentication_error")
-        self._check_repeats(identity, admission.digest, now)
+        identity = _payer(admission)
+        self._repeats.check(identity, admission.digest, now)
         if identity.run_cost is not None and self.prices.free:
             raise RequestError(
                 "This server has no prices, so a run's spend can't be limited; X-Run-Max-Calls can.",
@@ -203,11 +201,14 @@ class Accounting:
             reservation.settle(Settlement(finish="abort", status=499, code="client_closed"))
             raise
 
+    def price(self, row: Row, prompt: int, cached: int, completion: int) -> int:
+        """What so much use costs: never more than was reserved, though prices may have risen meanwhile."""
+        return min(self.prices.cost(prompt, cached, completion), row.reserved)
+
     def settle(self, row: Row, ticket: Ticket, end: Settlement, started: float) -> Row:
         """The finished row of a call; counters corrected. Reservation.settle is the way in."""
         tokens = end.prompt_tokens + end.completion_tokens
-        cost = self.prices.cost(end.prompt_tokens, end.cached_tokens, end.completion_tokens)
-        cost = min(cost, row.reserved)  # prices may have risen meanwhile
+        cost = self.price(row, end.prompt_tokens, end.cached_tokens, end.completion_tokens)
         self.release(row, ticket, Amount(1, tokens, cost) if tokens else ZERO)
         total_ms = (time.monotonic() - started) * 1e3
         row = msgspec.structs.replace(row, cost=cost, total_ms=total_ms, **end.columns())
@@ -226,8 +227,12 @@ class Accounting:
         self._record(admission, Settlement(finish=REFUSED, status=error.status, code=error.code))
 
     def static(self, admission: Admission) -> None:
-        """A row for a call that got a fixed text instead of the model: it cost nothing."""
-        self._record(admission, Settlement(finish="static", status=200))
+        """Count a call that gets a fixed text instead of the model: one request, no tokens, no cost. RequestError, for
+        `refuse` too, where even that is over a cap."""
+        now, identity = self.clock(), _payer(admission)
+        self.limiter.take(self.payers.of(identity, now), Amount(1), now)
+        self._runs.began(identity.key, identity.run, now)
+        self._record(admission, Settlement(finish=STATIC, status=200))
 
     def _record(self, admission: Admission, end: Settlement) -> None:
         now = self.clock()
@@ -251,6 +256,11 @@ class Accounting:
         self._next_seq += 1
         return self._next_seq
 
+    @property
+    def recording(self) -> bool:
+        """Calls can be taken: their rows can be written, or need not be."""
+        return self.ledger is None or self.ledger.available or self.config.ledger.on_failure == "serve"
+
     def headers(self, identity: Identity) -> dict[str, str]:
         """`x-ratelimit-*` for a reply to `identity`."""
         return rate_headers(self.limiter, self.payers.shown(identity), self.clock())
@@ -269,11 +279,6 @@ class Accounting:
                 code="call_too_expensive",
                 param="max_tokens",
             )
-
-    def _check_repeats(self, identity: Identity, digest: bytes | None, now: float) -> None:
-        if self._repeats.check(identity, digest, now):
-            message = f"The same prompt of key {identity.key or '(local)'} keeps coming without a run id: a loop?"
-            self.alerts(Alert("loop", message, now, {"key": identity.key, "feature": identity.feature}))
 
     # -- the server's own limit
 
@@ -312,3 +317,9 @@ class Accounting:
         limit = self.payers.server
         assert limit is not None
         return max(0, self.limiter.used(SERVER, limit.period, now).cost - self._open_cost)
+
+
+def _payer(admission: Admission) -> Identity:
+    if admission.identity is None:
+        raise RequestError("An API key is needed.", status=401, code="missing_api_key", kind="authentication_error")
+    return admission.identity

@@ -1,8 +1,8 @@
 """What the ledger remembers of budgets: counters are rebuilt from it at start, so a restart forgives nothing.
 
-Owns the queries that turn rows back into counters. Reads only. A call counts as one if it processed anything; so
-refused calls, and admitted ones that failed before any work, do not. Rows from a far future were written under a wrong
-clock and do not count.
+Owns the queries that turn rows back into counters. Reads only. A call counts as one if it processed anything or got a
+fixed text; so refused calls, and admitted ones that failed before any work, do not. Rows from a far future were written
+under a wrong clock and do not count.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from minserve.economics.clock import BELIEVABLE_S
 from minserve.economics.limits import Scope
-from minserve.economics.rows import REFUSED
+from minserve.economics.rows import REFUSED, STATIC
 from minserve.economics.windows import Amount, Period
 
 _COLUMNS: dict[str, tuple[str, ...]] = {
@@ -25,7 +25,10 @@ _COLUMNS: dict[str, tuple[str, ...]] = {
     "token": ("token",),
     "run": ("key", "run"),
 }
-_USED = "SUM(prompt_tokens + completion_tokens > 0), SUM(prompt_tokens + completion_tokens), SUM(cost)"
+_USED = (
+    f"SUM(prompt_tokens + completion_tokens > 0 OR finish = '{STATIC}'),"
+    " SUM(prompt_tokens + completion_tokens), SUM(cost)"
+)
 
 
 def usage(

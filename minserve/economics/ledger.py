@@ -26,7 +26,7 @@ import msgspec
 
 from minserve.config import LedgerConfig
 from minserve.economics.rows import COLUMNS, INTERRUPTED, OPEN, REFUSED, Row
-from minserve.economics.schema import LedgerError, open_database
+from minserve.economics.schema import MIGRATIONS, LedgerError, open_database
 
 log = logging.getLogger("minserve.ledger")
 
@@ -36,6 +36,7 @@ LAG_S = 0.05  # how long a settlement may wait for company
 RETRY_S = 1.0
 MAX_KEPT = 100_000  # rows kept for a repetition while the disk is full
 _WRITE = f"INSERT OR REPLACE INTO calls VALUES ({', '.join('?' * len(COLUMNS))})"
+_PROBE: Statement = (f"PRAGMA user_version = {len(MIGRATIONS)}", ())  # writes a page, and changes nothing
 _CLEAN_EVERY_S = 3600.0
 _CLEAN_ROWS = 2000  # a transaction; the writer must not be away for long
 
@@ -193,6 +194,8 @@ class Ledger:
                     waiter.set_result(None)
                 else:
                     waiter.set_exception(error)
+        if error is not None and not (self._rows or self._statements):
+            self._statements.append(_PROBE)  # refused calls leave nothing to write: when it works again is found out so
         if self._rows or self._statements:
             self._later(LAG_S if error is None else RETRY_S)
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from minserve.config import LimitConfig
 from minserve.economics.prices import money, nano
-from minserve.economics.windows import ZERO, Amount, Counter, Period
+from minserve.economics.windows import SECONDS, ZERO, Amount, Counter, Period
 from minserve.request import RequestError
 
 # Names that clients choose (end users) share one counter beyond this many, so that memory is bounded and a new name
@@ -173,6 +173,8 @@ def refusal(scope: Scope, limit: Limit, amount: Amount, surplus: Amount, wait: f
         message += f"; this call alone may need {needs}. Ask for less (max_tokens, n, a shorter prompt)."
         wait = None
     elif wait is not None:
+        if limit.period.rolling:  # its last bucket stays up to a part longer, but nobody has to wait for that
+            wait = min(wait, SECONDS[limit.period.span])
         message += f", and that is used up. There is room again in {duration(wait)}."
     else:
         message += ", and that is used up."

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from minserve.config import LoopsConfig
+from minserve.economics.alerts import Alert, Alerts
 from minserve.economics.keys import Identity
 from minserve.economics.limits import Limit, Limiter, Payer, Scope
 from minserve.economics.prices import nano
@@ -115,14 +116,15 @@ def _least(a: int | None, b: int | None) -> int | None:
 class Repeats:
     """Counts equal prompts of a key that come without a run id, within a window that begins with the first of them."""
 
-    def __init__(self, config: LoopsConfig) -> None:
+    def __init__(self, config: LoopsConfig, alerts: Alerts) -> None:
         self._config = config
+        self._alerts = alerts
         self._seen: OrderedDict[tuple[str, bytes], tuple[float, int]] = OrderedDict()
 
-    def check(self, identity: Identity, digest: bytes | None, now: float) -> bool:
-        """True when the limit is just passed and a warning is wanted; RequestError 429 where a refusal is."""
+    def check(self, identity: Identity, digest: bytes | None, now: float) -> None:
+        """Alert when the limit is just passed; RequestError 429 beyond it where that is wanted."""
         if self._config.repeats == "off" or digest is None or identity.run:
-            return False
+            return
         key = (identity.key, digest)
         began, count = self._seen.pop(key, (now, 0))
         if now - began >= self._config.repeat_window_s:
@@ -131,9 +133,10 @@ class Repeats:
         self._seen[key] = began, count
         if len(self._seen) > _MAX_PROMPTS:
             self._seen.popitem(last=False)
-        if count <= self._config.repeat_limit:
-            return False
-        if self._config.repeats == "refuse":
+        if count == self._config.repeat_limit + 1:
+            message = f"The same prompt of key {identity.key or '(local)'} keeps coming without a run id: a loop?"
+            self._alerts(Alert("loop", message, now, {"key": identity.key, "feature": identity.feature}))
+        if count > self._config.repeat_limit and self._config.repeats == "refuse":
             raise RequestError(
                 f"The same prompt came more than {self._config.repeat_limit} times within "
                 f"{self._config.repeat_window_s:g} s. If this is no runaway loop, name the run (X-Run-ID).",
@@ -143,4 +146,3 @@ class Repeats:
                 retry_after=max(0.0, began + self._config.repeat_window_s - now),
                 should_retry=False,
             )
-        return count == self._config.repeat_limit + 1

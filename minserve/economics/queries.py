@@ -18,10 +18,13 @@ from typing import Literal
 
 from minserve.economics.prices import money
 from minserve.economics.rows import COLUMNS
-from minserve.economics.schema import APPLICATION_ID, MIGRATIONS, LedgerError
+from minserve.economics.schema import MIGRATIONS, LedgerError, schema_of
 
 Form = Literal["table", "csv", "jsonl"]
-GROUPS = ("key", "user", "end_user", "feature", "run", "pool", "model", "endpoint", "finish", "status", "day")
+GROUPS = (
+    *("key", "user", "end_user", "feature", "run", "token", "pool", "model", "endpoint", "choices"),
+    *("finish", "status", "code", "degraded", "day"),
+)
 _SUMMED = ("calls", "prompt_tokens", "cached_tokens", "completion_tokens", "max_tokens", "cost")
 _SHORT = (
     *("time", "id", "user", "feature", "prompt_tokens", "completion_tokens", "cost"),
@@ -60,16 +63,14 @@ class Filter:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[sqlite3.Connection]:
-    """The ledger at `path`, read only. LedgerError if there is none, or it is not of this schema."""
+    """The ledger at `path`, read only. LedgerError if there is none, or it is of another schema."""
     if not path.is_file():
         raise LedgerError(f"There is no ledger at {path}.")
     try:
         database = sqlite3.connect(path.resolve().as_uri() + "?mode=ro", uri=True, timeout=5.0)
         with contextlib.closing(database):
-            owner = database.execute("PRAGMA application_id").fetchone()[0]
-            schema = database.execute("PRAGMA user_version").fetchone()[0]
-            if owner != APPLICATION_ID or schema != len(MIGRATIONS):
-                raise LedgerError(f"{path} is not a ledger of this version; start minserve serve once to migrate it.")
+            if schema_of(database, path) < len(MIGRATIONS):
+                raise LedgerError(f"{path} was written by an older minserve; minserve serve brings it up to date.")
             yield database
     except sqlite3.Error as error:
         raise LedgerError(f"{path}: {error}") from None

@@ -20,9 +20,9 @@ from minserve.economics.scenario import Scenario
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """How much of the output that was asked for was used. asked, used: tokens; cut: share of calls ended by length."""
+    """How much of the output that was reserved was used, in tokens. cut: share of calls ended by length."""
 
-    asked: int
+    reserved: int
     used: int
     cut: float
 
@@ -62,9 +62,9 @@ class Report:
         if not self.priced:
             out.append("  nothing has a price: set [prices], or give them as --set prices.decode=2")
         out.append(self._worst())
-        if self.lengths is not None and self.lengths.asked:
+        if self.lengths is not None and self.lengths.reserved:
             out.append(
-                f"  of the output asked for, {self.lengths.used / self.lengths.asked:.0%} was used; "
+                f"  of the output reserved, {self.lengths.used / self.lengths.reserved:.0%} was used; "
                 f"{self.lengths.cut:.0%} of calls were cut at their maximum"
             )
         out += self._device_lines()
@@ -185,12 +185,12 @@ def loosest(
 
 
 def _lengths(database: sqlite3.Connection, where: str, values: Sequence[object]) -> Lengths:
-    asked, used, cut, calls = database.execute(
+    reserved, used, cut, calls = database.execute(
         "SELECT SUM(max_tokens), SUM(completion_tokens), SUM(finish = 'length'), COUNT(*) FROM calls"
         f" WHERE {where} AND finish IN ('stop', 'length')",
         values,
     ).fetchone()
-    return Lengths(asked or 0, used or 0, (cut or 0) / calls if calls else 0.0)
+    return Lengths(reserved or 0, used or 0, (cut or 0) / calls if calls else 0.0)
 
 
 def _device(database: sqlite3.Connection, chosen: Filter) -> Device:

@@ -16,14 +16,16 @@ from minserve.economics.settlement import Settlement
 from minserve.economics.windows import ZERO, Amount
 from minserve.request import Pool
 
+_MOST = 2**31 - 1  # clients choose these numbers, and SQLite has 64 bits for their sums
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
     """A call as far as it is known: everything when it asks for a reservation, less when it is refused before.
 
-    prompt_tokens: over all prompts. max_tokens: of one choice; choices: n times the number of prompts. digest: of the
-    prompts (`prompt_digest`), for the repeat detector. degraded: what was done to it under load, "" for nothing.
-    started: time.monotonic() of its arrival, for the row's total_ms.
+    prompt_tokens: over all prompts. max_tokens, asked_max_tokens (None: nothing was asked): of one choice; choices: n
+    times the number of prompts. digest: of the prompts (`prompt_digest`), for the repeat detector. degraded: what was
+    done to it under load, "" for nothing. started: time.monotonic() of its arrival, for the row's total_ms.
     """
 
     id: str
@@ -33,6 +35,7 @@ class Admission:
     pool: Pool = Pool.INTERACTIVE
     prompt_tokens: int = 0
     max_tokens: int = 0
+    asked_max_tokens: int | None = None
     choices: int = 1
     digest: bytes | None = None
     degraded: str = ""
@@ -48,9 +51,10 @@ class Admission:
             model=self.model,
             endpoint=self.endpoint,
             asked_prompt=self.prompt_tokens,
-            max_tokens=self.max_tokens * self.choices,
-            choices=self.choices,
+            max_tokens=_bounded(self.max_tokens * self.choices),
+            choices=_bounded(self.choices),
             degraded=self.degraded,
+            asked_max_tokens=None if self.asked_max_tokens is None else _bounded(self.asked_max_tokens * self.choices),
         )
         identity = self.identity
         if identity is not None:
@@ -63,6 +67,8 @@ class Admission:
 
 class Books(Protocol):
     """Where a reservation is settled: the accounting."""
+
+    def price(self, row: Row, prompt: int, cached: int, completion: int) -> int: ...
 
     def settle(self, row: Row, ticket: Ticket, end: Settlement, started: float) -> Row: ...
 
@@ -90,8 +96,13 @@ class Reservation:
         return self.row.cost if self.settled else self.row.reserved
 
     def headers(self) -> dict[str, str]:
-        """The call's cost, once it is known."""
-        return {"x-minserve-cost": money(self.row.cost)} if self.settled else {}
+        """What the call may cost, and what it did cost once that is known."""
+        reserved = {"x-minserve-reserved-cost": money(self.row.reserved)}
+        return reserved | ({"x-minserve-cost": money(self.row.cost)} if self.settled else {})
+
+    def price(self, prompt: int, cached: int, completion: int) -> int:
+        """What so much use costs, in billionths of the currency: what it will be settled at."""
+        return self._books.price(self.row, prompt, cached, completion)
 
     def cancel(self) -> None:
         """Give everything back without a row: the call was refused after all."""
@@ -106,3 +117,7 @@ class Reservation:
         ticket, self._ticket = self._ticket, None
         self.row = self._books.settle(self.row, ticket, settlement, self._started)
         return True
+
+
+def _bounded(number: int) -> int:
+    return max(-_MOST, min(number, _MOST))

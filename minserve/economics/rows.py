@@ -9,16 +9,18 @@ import msgspec
 
 OPEN = "open"
 REFUSED = "refused"
+STATIC = "static"
 INTERRUPTED = "interrupted"
 
 
 class Row(msgspec.Struct, kw_only=True):
     """One call. Times: Unix seconds for `time`, milliseconds for durations, None = never came to it.
 
-    prompt_tokens, cached_tokens, completion_tokens: what was really processed (0 for a refused call). asked_prompt,
-    max_tokens: what was asked for, max_tokens over all choices (n times the prompts). reserved, cost: billionths of the
-    currency. finish: stop, length, abort, error, refused, static, interrupted (the server died), or open. status: HTTP
-    status, 0 = none. run_calls, run_cost: the budget this call declared for its run.
+    prompt_tokens, cached_tokens, completion_tokens: what was really processed (0 for a refused call). asked_prompt: the
+    prompts' length. asked_max_tokens: what the request named, None if nothing; max_tokens: what ceiling, room and load
+    left of it. Both over all choices (n times the prompts). reserved, cost: billionths of the currency. finish: stop,
+    length, abort, error, refused, static, interrupted (the server died), or open. status: HTTP status, 0 = none.
+    run_calls, run_cost: the budget this call declared for its run.
     """
 
     seq: int
@@ -52,6 +54,7 @@ class Row(msgspec.Struct, kw_only=True):
     degraded: str = ""
     run_calls: int | None = None
     run_cost: int | None = None
+    asked_max_tokens: int | None = None
 
 
 COLUMNS: tuple[str, ...] = Row.__struct_fields__

@@ -38,6 +38,7 @@ MIGRATIONS: tuple[str, ...] = (
         prefill_s REAL NOT NULL, decode_s REAL NOT NULL
     );
     """,
+    "ALTER TABLE calls ADD COLUMN asked_max_tokens INTEGER;",  # max_tokens holds what was given
 )
 
 
@@ -65,6 +66,20 @@ def open_database(path: Path, durability: str) -> sqlite3.Connection:
 
 def migrate(database: sqlite3.Connection, path: Path, migrations: tuple[str, ...] = MIGRATIONS) -> None:
     """Bring the file to the newest schema; a file with data in it is copied to ledger.db.schema-N.bak first."""
+    found = schema_of(database, path, migrations)
+    if found == len(migrations):
+        return
+    if found:
+        backup(database, path.with_name(f"{path.name}.schema-{found}.bak"))
+    for number, script in enumerate(migrations[found:], found + 1):
+        # One transaction a step: a crash leaves the old schema or the new one.
+        database.executescript(
+            f"BEGIN; {script} PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {number}; COMMIT;"
+        )
+
+
+def schema_of(database: sqlite3.Connection, path: Path, migrations: tuple[str, ...] = MIGRATIONS) -> int:
+    """The file's schema, 0 for an empty file. LedgerError if it is newer than this program, or no ledger at all."""
     found = int(database.execute("PRAGMA user_version").fetchone()[0])
     owner = int(database.execute("PRAGMA application_id").fetchone()[0])
     tables = int(database.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0])
@@ -72,18 +87,10 @@ def migrate(database: sqlite3.Connection, path: Path, migrations: tuple[str, ...
         raise LedgerError(f"{path} is an SQLite file, but not a ledger of minserve")
     if found > len(migrations):
         raise LedgerError(
-            f"{path} was written by a newer minserve (schema {found}; this one knows {len(migrations)}). "
-            "Update minserve, or name another ledger.path."
+            f"{path} was written by a newer minserve (schema {found}, this one knows {len(migrations)}): "
+            "update minserve, or name another ledger.path."
         )
-    if found == len(migrations):
-        return
-    if tables:
-        backup(database, path.with_name(f"{path.name}.schema-{found}.bak"))
-    for number, script in enumerate(migrations[found:], found + 1):
-        # One transaction a step: a crash leaves the old schema or the new one.
-        database.executescript(
-            f"BEGIN; {script} PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {number}; COMMIT;"
-        )
+    return found
 
 
 def backup(database: sqlite3.Connection, target: Path) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
-from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 
 from minserve.observe.histogram import Histogram
 from minserve.request import Pool, RequestOutcome, StepRecord
@@ -47,7 +47,7 @@ PREEMPTION_BUCKETS = (0.0, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
 class Gauges:
     """What is true at the moment of a scrape. Counts of requests per pool and of KV blocks.
 
-    extra: further gauges, name -> (meaning, value).
+    extra: further gauges and, named *_total, counters: name -> (meaning, value).
     """
 
     running: Mapping[Pool, int]
@@ -238,8 +238,9 @@ class Metrics:
             info.add_metric(self._values(), dict(self.info))
             yield info
 
-    def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(name, text, labels=["model_name"])
+    def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily | CounterMetricFamily:
+        kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+        family = kind(name, text, labels=["model_name"])
         family.add_metric(self._values(), value)
         return family
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from msgspec import UNSET, UnsetType
 
+from minserve.economics.prices import NANO
 from minserve.request import FinishReason, RequestError, RequestOutcome, TextDelta
 from minserve.server.generation import Generation, Tally
 from minserve.server.schema import GenerationBody
@@ -101,7 +102,7 @@ class Answer(ABC):
     def totals(self, response: Response, generation: Generation, *, usage: bool = True) -> Response:
         """The response with what is known at the end."""
         if usage:
-            response.usage = usage_body(generation.tally)
+            response.usage = usage_body(generation)
         if self.options.metrics:
             response.metrics = metrics_of(generation.outcomes)
         return response
@@ -112,13 +113,15 @@ def running_usage(tally: Tally) -> UsageBody:
     return UsageBody(tally.prompt, tally.completion, tally.prompt + tally.completion)
 
 
-def usage_body(tally: Tally) -> UsageBody:
+def usage_body(generation: Generation) -> UsageBody:
+    tally, cost = generation.tally, generation.cost
     return UsageBody(
         prompt_tokens=tally.prompt,
         completion_tokens=tally.completion,
         total_tokens=tally.prompt + tally.completion,
         prompt_tokens_details=PromptDetails(tally.cached),
         completion_tokens_details=CompletionDetails(tally.reasoning) if tally.reasoning else UNSET,
+        cost=UNSET if cost is None else cost / NANO,
     )
 
 

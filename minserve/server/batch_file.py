@@ -188,7 +188,7 @@ class Runner:
                 log.exception("line %d failed", line.number)
                 return answered(line, arrival.id, 500, error_body(unexpected(error)))
             else:
-                return answered(line, arrival.id, 200, body, generation.call.degraded)
+                return answered(line, arrival.id, 200, body, generation.degraded)
 
     def _unpaid(self, line: Line, error: RequestError) -> None:
         """A budget is used up: the line waits for another run, when that is larger or new. Said once."""

@@ -128,6 +128,7 @@ class Calls:
             pool=identity.pool(body.pool),
             priority=identity.priority(body.priority),
             salt=_salt(identity, body.cache_salt),
+            asked_max_tokens=body.asked_tokens,
         )
 
 
@@ -135,7 +136,8 @@ def _narrow(known: Known, body: GenerationBody, headers: Mapping[str, str]) -> A
     """What the request says of itself; from here on a refusal's row has it too."""
     identity = narrow(known.arrival.identity, headers, body.metadata, body.user)
     known.arrival = replace(known.arrival, identity=identity)
-    known.pool, known.choices = identity.pool(body.pool), body.n
+    known.choices, known.asked_max_tokens = body.n, body.asked_tokens
+    known.pool = identity.pool(body.pool)
     return known.arrival
 
 

@@ -7,6 +7,7 @@ nobody comes any more. The rules are `policy.degrade`'s.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -51,6 +52,7 @@ class Degradation:
         self._clock = clock
         self._step = Step.NONE
         self._looked = 0.0
+        self._paused_at = -math.inf
         self._alerted: dict[Step, float] = {}
         if self.enabled:
             engine.pause(self.paused)
@@ -82,7 +84,17 @@ class Degradation:
 
     def paused(self) -> frozenset[Pool]:
         """Pools that get nothing now. Money pauses nobody who has been admitted."""
-        return frozenset([Pool.BULK]) if self._of_load() >= Step.PAUSE_BULK else frozenset()
+        if self._of_load() < Step.PAUSE_BULK:
+            return frozenset()
+        self._paused_at = self._clock()
+        return frozenset([Pool.BULK])
+
+    def met(self, call: Call, since: float) -> str:
+        """The latest step that cut a call which was admitted at `since`, "" for none: bulk that stood still has been
+        cut too."""
+        if call.pool is Pool.BULK and self._paused_at >= since:
+            return Step.PAUSE_BULK.word
+        return call.degraded
 
     def _decide(self, call: Call) -> Decision:
         load, money = self._of_load(), self._of_money()

@@ -8,8 +8,9 @@ not know HTTP.
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 
@@ -102,10 +103,12 @@ class Gateway:
         linger = False
         try:
             streams.extend(map(self._engine.submit, self._submissions(call)))
-            generation = self._live[call.id] = Generation(call, streams, reservation, self._timeouts_of(call))
+            generation = self._live[call.id] = self._generation(call, streams, reservation)
             yield generation
         except RequestError as error:
             ending = _Ending(error.status, error.code)
+            if generation is not None and generation.degraded:
+                raise _told(error, generation.degraded) from None
             raise
         except (asyncio.CancelledError, ConnectionError):
             ending = _Ending(CLIENT_CLOSED.status, CLIENT_CLOSED.code)
@@ -118,6 +121,7 @@ class Gateway:
             self._live.pop(call.id, None)
             if generation is not None:
                 generation.close()
+                generation.mark()
             self._finish(call, streams, reservation, ending, linger=linger)
 
     def abort(self, call_id: str, by: Identity) -> bool:
@@ -140,6 +144,7 @@ class Gateway:
         What is not reached here stays open, and the next start settles it at what it reserved.
         """
         for generation in self._live.values():
+            generation.mark()
             if generation.reservation is not None:
                 generation.reservation.settle(_so_far(generation))
         self._accounting.end_now(_LAST_WRITE_S)
@@ -155,9 +160,15 @@ class Gateway:
             raise
 
     def _fixed(self, call: Call, text: str) -> Generation:
-        """A generation without the model; its row is written at once, since nothing of it can fail."""
-        self._accounting.static(_asked(call))
-        generation = Generation(call, [FixedText(call, text)], None, self._timeouts_of(call))
+        """A generation without the model. It is one request of every cap, and its row is written at once: nothing of it
+        can fail."""
+        asked = _asked(call)
+        try:
+            self._accounting.static(asked)
+        except RequestError as error:
+            self.refuse(asked, error)
+            raise
+        generation = self._generation(call, [FixedText(call, text)], None)
         generation.tally.prompt = 0
         return generation
 
@@ -204,6 +215,9 @@ class Gateway:
         left = call.deadline - asyncio.get_running_loop().time()
         return replace(timeouts, total=left, total_code="deadline_exceeded") if left < timeouts.total else timeouts
 
+    def _generation(self, call: Call, streams: Sequence[TokenStream], reservation: Reservation | None) -> Generation:
+        return Generation(call, streams, reservation, self._timeouts_of(call), self._degradation.met)
+
     def _finish(
         self, call: Call, streams: list[TokenStream], reservation: Reservation, ending: _Ending, *, linger: bool
     ) -> None:
@@ -220,6 +234,13 @@ class Gateway:
             task.add_done_callback(self._settling.discard)
 
 
+def _told(error: RequestError, degraded: str) -> RequestError:
+    """The error with what was cut before it. A copy: that of a dead engine is one object for every call."""
+    told = copy.copy(error)
+    told.degraded = degraded
+    return told
+
+
 def _admission(known: Known) -> Admission:
     arrival = known.arrival
     return Admission(
@@ -230,6 +251,7 @@ def _admission(known: Known) -> Admission:
         pool=known.pool,
         prompt_tokens=known.prompt_tokens,
         max_tokens=known.max_tokens,
+        asked_max_tokens=known.asked_max_tokens,
         choices=known.choices,
         started=arrival.started,
     )
@@ -237,7 +259,8 @@ def _admission(known: Known) -> Admission:
 
 def _asked(call: Call) -> Admission:
     most = max(params.max_tokens for params in call.params)
-    admission = _admission(Known(call.arrival, call.pool, call.prompt_tokens, most, call.choices))
+    asked = call.asked_max_tokens
+    admission = _admission(Known(call.arrival, call.pool, call.prompt_tokens, most, asked, call.choices))
     return replace(admission, digest=prompt_digest(call.prompts), degraded=call.degraded)
 
 

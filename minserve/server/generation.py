@@ -6,7 +6,7 @@ Owns the timeouts of a reader and the count of tokens. It must not know HTTP.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from minserve.economics.keys import Identity
@@ -30,12 +30,13 @@ class Arrival:
 
 @dataclass(slots=True)
 class Known:
-    """What is known of a call so far, for its row if it is refused. max_tokens: of one choice."""
+    """What is known of a call so far, for its row if it is refused. max_tokens, asked_max_tokens: of one choice."""
 
     arrival: Arrival
     pool: Pool
     prompt_tokens: int = 0
     max_tokens: int = 0
+    asked_max_tokens: int | None = None
     choices: int = 1
 
 
@@ -43,8 +44,9 @@ class Known:
 class Call:
     """One validated request: its prompts run side by side, n choices each; choice = prompt index * n + k.
 
-    params: one per prompt, since each prompt leaves its own room for max_tokens. deadline: time.monotonic() until which
-    the client waits. degraded: what was cut under load, "" for nothing.
+    params: one per prompt, since each prompt leaves its own room for max_tokens. asked_max_tokens: what the request
+    named, None if nothing. deadline: time.monotonic() until which the client waits. degraded: what was cut under load,
+    "" for nothing.
     """
 
     arrival: Arrival
@@ -54,6 +56,7 @@ class Call:
     pool: Pool = Pool.INTERACTIVE
     priority: int = 0
     salt: bytes = b""
+    asked_max_tokens: int | None = None
     deadline: float | None = None
     degraded: str = ""
 
@@ -72,6 +75,12 @@ class Call:
     @property
     def prompt_tokens(self) -> int:
         return sum(map(len, self.prompts))
+
+    @property
+    def cut_to(self) -> int | None:
+        """The most tokens of a choice, the least over its prompts; None if that is as many as the request named."""
+        least = min(params.max_tokens for params in self.params)
+        return least if self.asked_max_tokens is not None and least < self.asked_max_tokens else None
 
 
 @dataclass(slots=True)
@@ -104,14 +113,21 @@ class CallTimeouts:
 
 class Generation:
     def __init__(
-        self, call: Call, streams: Sequence[TokenStream], reservation: Reservation | None, timeouts: CallTimeouts
+        self,
+        call: Call,
+        streams: Sequence[TokenStream],
+        reservation: Reservation | None,
+        timeouts: CallTimeouts,
+        met: Callable[[Call, float], str],
     ) -> None:
-        """reservation: None for what costs nothing, because it is not the model's."""
+        """reservation: None for what costs nothing, because it is not the model's. met: the latest step of degradation
+        that cut a call which was admitted at a time."""
         self.call = call
         self.streams = streams
         self.reservation = reservation
         self.tally = Tally(call.prompt_tokens)
         self._timeouts = timeouts
+        self._met = met
         self._source: Reader = streams[0] if len(streams) == 1 else Merged(streams, call.n)
         self._open = call.choices
         self._seen = [0] * call.choices
@@ -126,10 +142,31 @@ class Generation:
         return self._open == 0 and self._failure is None
 
     @property
+    def degraded(self) -> str:
+        """What was cut under load by now, "" for nothing."""
+        return self._met(self.call, self._started)
+
+    def mark(self) -> None:
+        """What was cut since the reservation stands in its row too, when that is settled."""
+        if self.reservation is not None:
+            self.reservation.row.degraded = self.degraded
+
+    @property
+    def cost(self) -> int | None:
+        """What a call that is done costs, in billionths of the currency; None where nothing has a price."""
+        if self.reservation is None or not self.reservation.row.reserved:
+            return None
+        return self.reservation.price(self.tally.prompt, self.tally.cached, self.tally.completion)
+
+    @property
     def headers(self) -> dict[str, str]:
-        """What is known of the call by now: what was cut, its cost once it has been settled."""
-        cut = {"x-minserve-degraded": self.call.degraded} if self.call.degraded else {}
-        return cut if self.reservation is None else cut | self.reservation.headers()
+        """What is known of the call by now: what was cut, what is reserved, its cost once it has been settled."""
+        headers = {"x-minserve-degraded": self.degraded} if self.degraded else {}
+        if self.reservation is None:
+            return headers
+        if (most := self.call.cut_to) is not None:
+            headers["x-minserve-max-tokens"] = str(most)
+        return headers | self.reservation.headers()
 
     @property
     def fixed(self) -> bool:

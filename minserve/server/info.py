@@ -146,6 +146,8 @@ class InfoRoutes:
 
     async def ready(self, request: web.Request) -> web.Response:
         state = self._s.engine.state
+        if state is State.READY and not self._s.accounting.recording:
+            return json_response({"status": "ledger_unavailable"}, 503)
         return json_response({"status": state.value}, 200 if state is State.READY else 503)
 
     async def metrics(self, request: web.Request) -> web.Response:

@@ -54,6 +54,8 @@ EXPOSE_HEADERS = ", ".join(
         "retry-after-ms",
         "x-minserve-cost",
         "x-minserve-degraded",
+        "x-minserve-max-tokens",
+        "x-minserve-reserved-cost",
         "x-ratelimit-limit-requests",
         "x-ratelimit-limit-tokens",
         "x-ratelimit-remaining-requests",

@@ -69,6 +69,10 @@ class Services:
         degradation = Degradation(config, engine, accounting)
         if degradation.enabled:
             telemetry.gauge("minserve_degradation_step", "0: none ... 4: calls are refused.", lambda: degradation.step)
+        if (ledger := accounting.ledger) is not None:
+            telemetry.gauge(
+                "minserve_ledger_lost_rows_total", "Rows that could not be written.", lambda: ledger.lost_rows
+            )
         gateway = Gateway(
             engine,
             accounting,

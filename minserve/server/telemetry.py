@@ -46,7 +46,7 @@ class Telemetry:
         self.metrics.info = cache
 
     def gauge(self, name: str, meaning: str, read: Callable[[], float]) -> None:
-        """A further gauge of /metrics."""
+        """A further gauge of /metrics; a counter if its name ends in _total."""
         self._extra[name] = meaning, read
 
     def row(self, row: Row) -> None:

@@ -53,6 +53,7 @@ class UsageBody(Struct):
     total_tokens: int
     prompt_tokens_details: PromptDetails | UnsetType = UNSET
     completion_tokens_details: CompletionDetails | UnsetType = UNSET
+    cost: float | UnsetType = UNSET  # ours, as OpenRouter spells it
 
 
 class Metrics(Struct):

@@ -51,6 +51,10 @@ def call(accounting: Accounting, identity: Identity | None = None, **fields: Any
     return Admission(identity=identity or accounting.identify(None), **asked)
 
 
+def counters(accounting: Accounting) -> dict[object, object]:
+    return {(scope, period): total for scope, period, total in accounting.limiter}
+
+
 async def refused(accounting: Accounting, admission: Admission) -> RequestError:
     with pytest.raises(RequestError) as caught:
         await accounting.reserve(admission)
@@ -119,7 +123,7 @@ async def test_settling_twice_counts_once(tmp_path: Path) -> None:  # bug: 66
     assert accounting.headers(accounting.identify(None))["x-ratelimit-remaining-tokens"] == "92"
     assert len(seen) == 1
     assert reservation.cost == 11_000
-    assert reservation.headers() == {"x-minserve-cost": "0.000011"}
+    assert reservation.headers() == {"x-minserve-reserved-cost": "0.000025", "x-minserve-cost": "0.000011"}
     await accounting.close()
 
 
@@ -192,10 +196,6 @@ async def test_a_restart_keeps_every_counter(tmp_path: Path, period: str, rollin
         prices=PRICES,
         spend=SpendConfig(limit=1.0, period=period, rolling=rolling),  # type: ignore[arg-type]
     )
-
-    def counters(accounting: Accounting) -> dict[object, object]:
-        return {(scope, period): total for scope, period, total in accounting.limiter}
-
     accounting = Accounting.open(config, tmp_path)
     for i in range(3):
         caller = narrow(accounting.identify("Bearer one"), {}, None, f"u{i}")
@@ -216,10 +216,43 @@ async def test_an_unwritable_ledger_fails_closed(tmp_path: Path) -> None:
     ledger.database.execute("PRAGMA query_only = ON")
     error = await refused(accounting, call(accounting))
     assert (error.status, error.code, error.retry_after) == (503, "ledger_unavailable", 10)
+    assert not accounting.recording
     ledger.database.execute("PRAGMA query_only = OFF")
     (await accounting.reserve(call(accounting))).settle(DONE)  # the refused one had been given back
     await accounting.close()
     assert rows(tmp_path, "finish") == [("stop",)]
+
+
+async def test_a_ledger_that_can_be_written_again_is_found_out_without_a_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("minserve.economics.ledger.RETRY_S", 0.02)
+    accounting = Accounting.open(local(), tmp_path)
+    assert accounting.ledger is not None
+    accounting.ledger.database.execute("PRAGMA query_only = ON")
+    await refused(accounting, call(accounting))
+    await asyncio.sleep(0.1)
+    assert not accounting.recording  # it was tried again, and failed again
+    accounting.ledger.database.execute("PRAGMA query_only = OFF")
+    await asyncio.sleep(0.1)
+    assert accounting.recording
+    await accounting.close()
+
+
+async def test_a_fixed_text_counts_as_a_request_and_as_nothing_else(tmp_path: Path) -> None:
+    config = local(limits=day(requests=2, tokens=15))
+    accounting = Accounting.open(config, tmp_path)
+    accounting.static(call(accounting, degraded="static"))
+    (await accounting.reserve(call(accounting))).settle(DONE)  # all of its tokens are left
+    before = counters(accounting)
+    with pytest.raises(RequestError, match="allows 2 requests per day") as caught:
+        accounting.static(call(accounting, degraded="static"))
+    assert caught.value.status == 429
+    assert counters(accounting) == before
+    await accounting.close()
+    again = Accounting.open(config, tmp_path)
+    assert counters(again) == before
+    await again.close()
 
 
 async def test_an_unwritable_ledger_can_be_told_to_fail_open(tmp_path: Path) -> None:
@@ -229,6 +262,7 @@ async def test_an_unwritable_ledger_can_be_told_to_fail_open(tmp_path: Path) -> 
     assert ledger is not None
     ledger.database.execute("PRAGMA query_only = ON")
     reservation = await accounting.reserve(call(accounting))
+    assert accounting.recording
     ledger.database.execute("PRAGMA query_only = OFF")
     reservation.settle(DONE)
     await accounting.close()
@@ -266,7 +300,8 @@ async def test_a_row_says_what_was_asked_and_what_was_done(tmp_path: Path) -> No
         gaps=(0.1, 0.3),
         preemptions=0,
     )
-    asked = call(accounting, caller, pool=Pool.BULK, model="smol", endpoint="chat", degraded="shrink", started=0.0)
+    known = {"model": "smol", "endpoint": "chat", "degraded": "shrink", "started": 0.0, "asked_max_tokens": 99}
+    asked = call(accounting, caller, pool=Pool.BULK, **known)
     reservation = await accounting.reserve(asked)
     reservation.settle(Settlement.of([outcome], status=200))
     await accounting.close()
@@ -274,6 +309,7 @@ async def test_a_row_says_what_was_asked_and_what_was_done(tmp_path: Path) -> No
     assert rows(tmp_path, columns) == [("web", "alice", "bob", "search", "r9", "bulk", "smol", "chat", 5, 5, 4)]
     columns = "completion_tokens, max_tokens, reserved, cost, queue_ms, ttft_ms, itl_p50_ms, itl_p99_ms, finish, status"
     assert rows(tmp_path, columns) == [(3, 10, 25_000, 9000, 250.0, 500.0, 100.0, 300.0, "length", 200)]
+    assert rows(tmp_path, "asked_max_tokens") == [(99,)]
     assert rows(tmp_path, "degraded, code, id") == [("shrink", "", "r")]
     assert seen[0].total_ms is not None
 
@@ -296,6 +332,14 @@ async def test_refused_calls_have_rows(tmp_path: Path) -> None:
         ("refused", 0, 0, 0),
         ("static", 5, 0, 0),
     ]
+
+
+async def test_numbers_that_no_column_holds_are_kept_as_the_largest_that_matter(tmp_path: Path) -> None:
+    accounting = Accounting.open(local(), tmp_path)
+    huge = call(accounting, max_tokens=16, choices=10**30, asked_max_tokens=10**30)
+    accounting.refuse(huge, RequestError("too many", code="invalid_value", param="n"))
+    await accounting.close()
+    assert rows(tmp_path, "choices, max_tokens, asked_max_tokens") == [(2**31 - 1,) * 3]
 
 
 async def test_callers_without_an_account_do_not_fill_the_disk(tmp_path: Path) -> None:
@@ -327,7 +371,7 @@ async def test_a_minutes_cap_may_be_retried_and_says_when(tmp_path: Path) -> Non
     assert (error.status, error.code, error.kind) == (429, "rate_limit_exceeded", "rate_limit_exceeded")
     assert error.should_retry is None
     assert error.retry_after is not None
-    assert 59 <= error.retry_after <= 61
+    assert 59 <= error.retry_after <= 60
     headers = accounting.headers(accounting.identify(None))
     assert headers["x-ratelimit-limit-requests"] == "1"
     assert headers["x-ratelimit-remaining-requests"] == "0"
@@ -405,7 +449,7 @@ async def test_the_same_prompt_without_a_run_id_is_noticed(tmp_path: Path, repea
     for _ in range(5):
         await accounting.reserve(call(accounting, with_run, digest=same))
     await accounting.close()
-    assert [a["kind"] for a in alerts] == (["loop"] if repeats == "warn" else [])
+    assert [a["kind"] for a in alerts] == ([] if repeats == "off" else ["loop"])
 
 
 async def test_the_servers_limit_refuses_and_alerts_once_per_threshold(tmp_path: Path) -> None:

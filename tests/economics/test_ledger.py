@@ -7,6 +7,7 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from minserve.economics import schema
@@ -155,6 +156,18 @@ def test_an_older_ledger_is_copied_before_it_is_migrated(tmp_path: Path) -> None
     with closing(sqlite3.connect(tmp_path / f"l.db.schema-{known}.bak")) as copy:
         assert copy.execute("PRAGMA user_version").fetchone()[0] == known
         assert len(copy.execute("SELECT * FROM resets").fetchone()) == 3
+
+
+def test_a_ledger_of_the_first_schema_keeps_its_rows_and_has_a_copy(tmp_path: Path) -> None:
+    path, old = tmp_path / "l.db", msgspec.structs.astuple(row(1, finish="stop", cost=7))[:-1]
+    with closing(sqlite3.connect(path)) as database:
+        migrate(database, path, schema.MIGRATIONS[:1])
+        database.execute(f"INSERT INTO calls ({', '.join(COLUMNS[:-1])}) VALUES ({', '.join('?' * len(old))})", old)
+        database.commit()
+    open_database(path, "process").close()
+    assert stored(path, ", ".join(COLUMNS)) == [(*old, None)]
+    with closing(sqlite3.connect(tmp_path / "l.db.schema-1.bak")) as copy:
+        assert copy.execute("SELECT * FROM calls").fetchall() == [old]
 
 
 def test_a_failed_migration_leaves_the_old_schema(tmp_path: Path) -> None:

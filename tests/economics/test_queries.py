@@ -6,12 +6,13 @@ import csv
 import io
 import json
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from minserve.economics.ledger import Ledger
-from minserve.economics.queries import Filter, reading, rows, summary, text
+from minserve.economics.queries import GROUPS, Filter, reading, rows, summary, text
 from minserve.economics.rows import COLUMNS, Row
 from minserve.economics.schema import LedgerError
 
@@ -56,6 +57,8 @@ def test_sums_per_group_dearest_first(path: Path) -> None:
         assert [(r["key"], r["calls"], r["cost"]) for r in found] == [("web", 3, 9000), ("cli", 3, 6000)]
         assert [r["calls"] for r in summary(database, Filter(), ["day"])] == [2, 1, 2, 1]
         assert summary(database, Filter(), [])[0]["prompt_tokens"] == 60
+        for name in GROUPS:
+            assert sum(int(str(r["calls"])) for r in summary(database, Filter(), [name])) == 6
         with pytest.raises(ValueError, match="can't group by id"):
             summary(database, Filter(), ["id"])
 
@@ -104,12 +107,22 @@ def test_the_table_is_for_people(path: Path) -> None:
     assert "alice      6" in sums
 
 
+def test_a_ledger_of_a_newer_minserve_is_said_to_be_one(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as database:
+        database.execute("PRAGMA user_version = 99")
+    with pytest.raises(LedgerError, match=r"newer minserve \(schema 99, this one knows \d\): update"), reading(path):
+        pass
+
+
 def test_no_ledger_and_foreign_files_are_clear_errors(tmp_path: Path) -> None:
     with pytest.raises(LedgerError, match="There is no ledger"), reading(tmp_path / "none.db"):
         pass
     sqlite3.connect(tmp_path / "empty.db").close()
     (tmp_path / "empty.db").touch()
-    with pytest.raises(LedgerError, match="not a ledger of this version"), reading(tmp_path / "empty.db"):
+    with (
+        pytest.raises(LedgerError, match="older minserve; minserve serve brings it up to date"),
+        reading(tmp_path / "empty.db"),
+    ):
         pass
     (tmp_path / "text.db").write_text("hello " * 200)
     with pytest.raises(LedgerError, match="not a database"), reading(tmp_path / "text.db"):

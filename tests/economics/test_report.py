@@ -134,7 +134,7 @@ async def test_the_ledgers_report_scales_to_a_month_and_prices_idle_time(tmp_pat
     assert stored == [(100, 3600.0), (101, 3600.0), (102, 0.0)]
     assert sorted(report.costs) == pytest.approx([10.0, 10.0, 80.0])  # three days, so ten times
     assert report.lengths is not None
-    assert (report.lengths.asked, report.lengths.used, report.lengths.cut) == (1000, 250, 0.1)
+    assert (report.lengths.reserved, report.lengths.used, report.lengths.cut) == (1000, 250, 0.1)
     device = report.device
     assert device is not None
     assert (device.wall, device.busy, device.prefill, device.decode) == (7200.0, 270.0, 90.0, 180.0)

@@ -15,6 +15,7 @@ from minserve.async_engine import EngineStatus, LiveRequest, State
 from minserve.config import Config, KeyConfig
 from minserve.economics.accounting import Accounting
 from minserve.economics.keys import digest
+from minserve.economics.ledger import Ledger
 from minserve.economics.rows import Row
 from minserve.engine import Progress
 from minserve.request import (
@@ -264,7 +265,9 @@ class Server:
 
 
 @asynccontextmanager
-async def serving(runs: Any = None, *, model: ServedModel | None = None, **sections: Any) -> AsyncIterator[Server]:
+async def serving(
+    runs: Any = None, *, model: ServedModel | None = None, book: Ledger | None = None, **sections: Any
+) -> AsyncIterator[Server]:
     """A server on a free port around an engine; `sections` replace sections of the configuration."""
     engine = runs or FakeEngine()
     model = model or tiny_model()
@@ -277,7 +280,7 @@ async def serving(runs: Any = None, *, model: ServedModel | None = None, **secti
         rows.append(row)
         telemetry.row(row)
 
-    accounting = Accounting(config, token_secret=b"0" * 32, on_row=on_row)
+    accounting = Accounting(config, ledger=book, token_secret=b"0" * 32, on_row=on_row)
     services = Services.of(config, model, engine, accounting, telemetry)
     sock = bind("127.0.0.1", 0)
     site = Site(sock)

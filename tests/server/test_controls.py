@@ -100,11 +100,7 @@ def of(caller: Caller, secret: str) -> Caller:
     ("limit", "code", "retries"),
     [
         (LimitConfig(period="minute", requests=2), "rate_limit_exceeded", None),
-        (
-            LimitConfig(period="minute", rolling=True, tokens=12),
-            "rate_limit_exceeded",
-            "false",
-        ),  # 61 s: SDKs don't wait
+        (LimitConfig(period="minute", rolling=True, tokens=12), "rate_limit_exceeded", None),
         (LimitConfig(period="day", requests=2), "budget_exceeded", "false"),
         (LimitConfig(period="day", rolling=True, tokens=15), "budget_exceeded", "false"),
         (LimitConfig(period="month", money=0.0015), "budget_exceeded", "false"),
@@ -127,7 +123,7 @@ async def test_caps_on_requests_tokens_and_money(
         headers = error.response.headers
         assert headers.get("x-should-retry") == retries
         to_come = {"minute": 50, "day": 57590, "month": 1439990}[limit.period]  # the rest of the calendar's period
-        rolling = {"minute": 61, "day": 86400 + 1440 - 10}.get(limit.period)
+        rolling = {"minute": 60, "day": 86400}.get(limit.period)  # never more than the window
         assert int(headers["retry-after"]) == (rolling if limit.rolling else to_come)
         for kind, cap in (("requests", limit.requests), ("tokens", limit.tokens)):
             assert headers.get(f"x-ratelimit-limit-{kind}") == (None if cap is None else str(cap))
@@ -204,6 +200,17 @@ async def test_every_call_has_a_bound_on_its_output() -> None:
         assert (greedy.usage.completion_tokens, greedy.choices[0].finish_reason) == (8, "length")
         assert (await caller.ask(tokens=100, n=3)).usage.completion_tokens == 24
         assert [row.max_tokens for row in caller.server.rows] == [5, 3, 8, 24]
+        assert [row.asked_max_tokens for row in caller.server.rows] == [None, None, 10**6, 300]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_whoever_asks_for_more_output_than_there_may_be_is_told(stream: bool) -> None:
+    async with calling(limits=LimitsConfig(max_tokens=8)) as caller:
+        create = caller.client.completions.with_raw_response.create
+        for tokens, told in ((100, "8"), (9, "8"), (8, None), (openai.omit, None)):
+            reply = await create(model=MODEL, prompt="Hi", max_tokens=tokens, stream=stream)
+            assert reply.headers.get("x-minserve-max-tokens") == told
+            await reply.http_response.aread()
 
 
 # -- 3. the most input, in stages
@@ -354,4 +361,4 @@ async def test_the_row_of_a_refused_call_says_who_asked_for_what() -> None:
             )
         row = caller.server.rows[-1]
     assert (row.code, row.feature, row.run, row.end_user) == ("too_many_input_tokens", "fx", "rr", "bob")
-    assert (row.asked_prompt > 4, row.max_tokens, row.cost) == (True, 14, 0)
+    assert (row.asked_prompt > 4, row.max_tokens, row.asked_max_tokens, row.cost) == (True, 14, 14, 0)

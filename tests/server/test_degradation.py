@@ -14,12 +14,13 @@ from minserve.config import (
     AccountConfig,
     Config,
     DegradationConfig,
+    LimitConfig,
     PoolConfig,
     PoolsConfig,
     PricesConfig,
     SpendConfig,
 )
-from minserve.request import Pool, RequestOutcome, StepRecord
+from minserve.request import FinishReason, Pool, RequestError, RequestOutcome, StepRecord
 from minserve.server.degradation import Degradation
 from minserve.text.template import ChatTemplate
 from tests.server.fakes import CHAT, COMPLETION, FakeEngine, Server, say, serving, tiny_model
@@ -106,6 +107,51 @@ async def test_then_bulk_is_paused_and_comes_back_when_there_is_room(server: Ser
     assert (await server.post("/v1/completions", {**COMPLETION, "pool": "bulk"}))[0] == 200
 
 
+@pytest.mark.parametrize("pool", ["bulk", "interactive"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_bulk_that_stood_still_for_a_while_says_so(pool: str, stream: bool) -> None:
+    engine = FakeEngine(None)
+    async with serving(engine, degradation=LADDER, pools=POOLS, local=EVERYBODY) as server:
+        body = {**COMPLETION, "pool": pool, "stream": stream}
+        calling = asyncio.create_task(server.session.post(server.url + "/v1/completions", json=body))
+        opened = await engine.stream()
+        await stand_still(engine)
+        opened.push(*say("Hi")(opened.submission)[-1])
+        async with await calling as response:
+            await response.read()
+            told = response.headers.get("x-minserve-degraded")
+        paused = "pause_bulk" if pool == "bulk" else ""
+        assert (told or "") == ("" if stream else paused)  # a stream's headers had left before
+        assert [(row.status, row.degraded) for row in server.rows] == [(200, paused)]
+        assert count(server, "pause_bulk") == (pool == "bulk")
+        engine.script = say("Hi")
+        await server.post("/v1/completions", {**COMPLETION, "pool": pool})
+        assert server.rows[-1].degraded == ""
+
+
+async def test_bulk_that_is_given_up_while_it_stands_still_says_so() -> None:
+    engine = FakeEngine(None)
+    async with serving(engine, degradation=LADDER, pools=POOLS, local=EVERYBODY) as server:
+        body = {**COMPLETION, "pool": "bulk"}
+        calling = asyncio.create_task(server.session.post(server.url + "/v1/completions", json=body))
+        opened = await engine.stream()
+        await stand_still(engine)
+        late = RequestError("Waited too long.", status=503, code="queue_timeout", retry_after=2.5)
+        opened.end(FinishReason.ERROR, late)
+        async with await calling as response:
+            assert (response.status, response.headers["x-minserve-degraded"]) == (503, "pause_bulk")
+        assert late.degraded == ""  # an error may be many calls'
+        assert (server.rows[0].code, server.rows[0].degraded) == ("queue_timeout", "pause_bulk")
+
+
+async def stand_still(engine: FakeEngine) -> None:
+    """Interactive calls queue up and leave again; the engine asks before each of its steps."""
+    for waiting, paused in ((7, {Pool.BULK}), (0, frozenset())):
+        engine.waiting = waiting
+        await asyncio.sleep(0.11)
+        assert engine.paused() == paused
+
+
 async def test_a_long_wait_is_pressure_too(server: Server) -> None:
     server.engine.seconds = 0.95 * POOLS.interactive.queue_timeout_s
     await server.post("/v1/completions", COMPLETION)
@@ -128,6 +174,16 @@ async def test_then_features_with_a_text_get_it_instead_of_the_model(server: Ser
     assert count(server, "static") == 1
     status, reply = await server.post("/v1/chat/completions", CHAT)  # another feature still gets the model
     assert (status, reply["choices"][0]["message"]["content"]) == (200, "A lo")
+
+
+async def test_a_fixed_text_counts_as_a_request() -> None:
+    local = AccountConfig(limits=(LimitConfig(period="day", requests=1, tokens=5),))
+    async with serving(degradation=LADDER, pools=POOLS, local=local) as server:
+        server.engine.waiting = 9
+        assert (await server.post("/v1/chat/completions", CHAT, headers=FAQ))[0] == 200
+        status, reply = await server.post("/v1/chat/completions", CHAT, headers=FAQ)
+        assert (status, reply["error"]["code"]) == (429, "budget_exceeded")
+        assert [(row.finish, row.status) for row in server.rows] == [("static", 200), ("refused", 429)]
 
 
 async def test_a_fixed_text_is_streamed_as_any_answer(server: Server) -> None:
@@ -269,3 +325,4 @@ async def test_running_bulk_stands_still_while_interactive_calls_queue_and_then_
         status, reply = await bulk
         assert (status, reply["usage"]["completion_tokens"]) == (200, 60)
         assert assembly.engine.paused == frozenset()
+        assert {(row.pool, row.degraded) for row in server.rows} == {("bulk", "pause_bulk"), ("interactive", "")}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
 from minserve.config import AccountConfig, LimitConfig, PoolConfig, PoolsConfig, ServerConfig, TimeoutsConfig
+from minserve.economics.ledger import Ledger
 from minserve.engine import Progress
 from minserve.request import FinishReason, RequestError, TextDelta, Usage
 from tests.server.fakes import CHAT, COMPLETION, FakeEngine, Server, keyed, say, serving
@@ -158,6 +160,35 @@ async def test_a_full_queue_refuses_before_headers_go_out() -> None:
             assert response.content_type == "application/json"
         (row,) = server.rows
         assert (row.finish, row.status, row.code, row.cost) == ("refused", 503, "queue_full", 0)
+
+
+async def test_a_server_that_can_not_record_its_calls_is_not_ready_and_counts_what_it_lost(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "l.db")
+    async with serving(book=ledger) as server:
+        assert (await server.get("/ready")) == (200, {"status": "ready"})
+        ledger.database.execute("PRAGMA query_only = ON")
+        for _ in range(2):
+            status, body = await server.post("/v1/completions", COMPLETION)
+            assert (status, body["error"]["code"]) == (503, "ledger_unavailable")
+        assert (await server.get("/ready")) == (503, {"status": "ledger_unavailable"})
+        assert (await server.get("/health"))[0] == 200
+        async with server.session.get(server.url + "/metrics") as response:
+            page = await response.text()
+        assert "# TYPE minserve_ledger_lost_rows_total counter" in page
+        assert f'minserve_ledger_lost_rows_total{{model_name="tiny"}} {ledger.lost_rows}.0' in page
+        assert ledger.lost_rows > 0
+        ledger.database.execute("PRAGMA query_only = OFF")
+
+
+async def test_numbers_that_no_ledger_holds_do_it_no_harm(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "l.db")
+    async with serving(book=ledger) as server:
+        for wrong in ({"max_tokens": -(10**30)}, {"n": 10**30}, {"n": 2**40, "max_tokens": 2**40}):
+            assert (await server.post("/v1/completions", {**COMPLETION, **wrong}))[0] == 400
+        assert (await server.post("/v1/completions", {**COMPLETION, "max_tokens": 10**30}))[0] == 200
+        await ledger.flush()
+        found = ledger.database.execute("SELECT status, asked_max_tokens FROM calls ORDER BY seq").fetchall()
+    assert found == [(400, -(2**31) + 1), (400, None), (400, 2**31 - 1), (200, 2**31 - 1)]
 
 
 async def test_when_a_later_prompt_is_refused_the_earlier_ones_end_too() -> None:

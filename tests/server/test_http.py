@@ -658,6 +658,8 @@ async def test_rate_limit_headers_and_cost_come_with_answers() -> None:
             assert response.headers["x-ratelimit-limit-requests"] == "2"
             assert response.headers["x-ratelimit-remaining-requests"] == "1"
             assert response.headers["x-minserve-cost"] == "0.000006"
+            assert response.headers["x-minserve-reserved-cost"] == "0.000034"
+            assert (await response.json())["usage"]["cost"] == 0.000006
         assert (await server.post("/v1/completions", COMPLETION))[0] == 200
         async with server.session.post(server.url + "/v1/completions", json=COMPLETION) as response:
             assert response.status == 429

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 
+from minserve.config import PricesConfig
 from minserve.request import FinishReason, TextDelta, Usage
 from tests.server.fakes import CHAT, COMPLETION, FakeEngine, say, serving
 
@@ -61,6 +62,19 @@ async def test_usage_comes_only_when_asked_for_and_then_null_stands_on_every_oth
         for options in ({"include_usage": False}, {"include_usage": None}, None):
             chunks = events(await server.events("/v1/chat/completions", {**CHAT, "stream_options": options}))
             assert all(chunk["choices"] and "usage" not in chunk for chunk in chunks)
+
+
+async def test_a_stream_says_what_it_may_cost_and_in_the_end_what_it_cost() -> None:
+    prices = PricesConfig(prefill=1.0, cached=0.5, decode=2.0)
+    async with serving(FakeEngine(say("abc", cached=1)), prices=prices) as server:
+        body = {**COMPLETION, "prompt": ["Hi", "Ho"], "n": 2, "max_tokens": 10, "stream": True}
+        body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+        async with server.session.post(server.url + "/v1/completions", json=body) as response:
+            assert response.headers["x-minserve-reserved-cost"] == "0.000084"  # 4 tokens read, 40 written
+            chunks = events(await response.text())
+        (row,) = server.rows
+    assert [chunk["usage"].get("cost") for chunk in chunks if "cost" in chunk["usage"]] == [row.cost / 10**9]
+    assert chunks[-1]["usage"]["cost"] == 0.000027  # 2 tokens read, 2 found, 12 written
 
 
 async def test_running_usage_counts_up() -> None:

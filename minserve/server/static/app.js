@@ -324,6 +324,7 @@ const WORDS = {
   loading: "Loading the model",
   draining: "Shutting down",
   failed: "The engine has failed",
+  ledger_unavailable: "The ledger can't be written",
   key: "An API key is needed",
   gone: "No connection",
 };
