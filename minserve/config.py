@@ -51,7 +51,7 @@ class EngineConfig(Section, frozen=True):
     max_num_batched_tokens: Count = 512  # tokens of one step
     max_logit_rows: Count = 256  # logit rows of one step (echo with logprobs is chunked to it)
     block_size: Count = 16  # tokens of a KV block
-    memory_fraction: Fraction = 0.5  # of free memory, for the KV cache (a GPU wants 0.9)
+    memory_fraction: Fraction | None = None  # of free memory, for the KV cache; default: 0.9 on a GPU, 0.5 on a CPU
     kv_cache_bytes: Natural = 0  # instead of the fraction; 0 = use the fraction
     num_blocks: Natural = 0  # instead of both; 0 = from memory
     prefix_caching: bool = True
@@ -181,7 +181,8 @@ class PricesConfig(Section, frozen=True):
     """What a token costs: per million of each kind, or derived from what the device costs.
 
     Derived (device_hour set): a token costs the device time it takes at the measured rates, divided by the share of
-    paid time that does useful work, so idle hours are paid too. Prices named here win over derived ones.
+    paid time that does useful work, so idle hours are paid too. That share is the trailing week's in the ledger, at
+    start and at each reload, unless it is named. Prices named here win over derived ones.
     """
 
     currency: str = "USD"
@@ -191,7 +192,7 @@ class PricesConfig(Section, frozen=True):
     device_hour: Money | None = None
     prefill_tokens_per_s: Positive | None = None
     decode_tokens_per_s: Positive | None = None
-    utilization: Fraction = 1.0  # share of paid hours in which the device works
+    utilization: Fraction | None = None  # None: as measured; 1.0 until a day has been
 
 
 class SpendConfig(Section, frozen=True):

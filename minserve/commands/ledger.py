@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,7 @@ def ledger(what: str, by: str, form: Any, limit: int, **options: Any) -> None:
 def cost(scenario: Path | None, price: float | None, plot: Path | None, **options: Any) -> None:
     """What a user costs in a month, and the dearest ones: from the ledger, or of a SCENARIO file."""
     from minserve.economics import report
+    from minserve.economics.device import priced
     from minserve.economics.queries import reading
     from minserve.economics.scenario import load
     from minserve.economics.schema import LedgerError
@@ -84,12 +86,14 @@ def cost(scenario: Path | None, price: float | None, plot: Path | None, **option
                 "max_prompt": config.limits.max_input_tokens or config.engine.max_model_len or _MODEL_CONTEXT,
                 "max_output": config.limits.max_tokens * config.limits.max_n,
             }
-            account, caps = report.loosest(config, options["key"], **most)
             with reading(_path(config)) as database:
+                prices = priced(config.prices, database, time.time())
+                account, caps = report.loosest(config, prices, options["key"], **most)
                 found = report.of_ledger(
                     database,
                     _filter(options),
-                    config.prices,
+                    prices,
+                    device_hour=config.prices.device_hour,
                     limits=caps,
                     account=account,
                     price_per_user=price,

@@ -22,7 +22,7 @@ from minserve.config import AccountConfig, Config
 from minserve.economics.alerts import Alerts, Send
 from minserve.economics.allowance import Allowance
 from minserve.economics.clock import SteadyClock
-from minserve.economics.device import DeviceHours
+from minserve.economics.device import DeviceHours, priced
 from minserve.economics.history import reset_statement
 from minserve.economics.keys import Identity, Keyring
 from minserve.economics.ledger import Ledger, ledger_path
@@ -63,8 +63,8 @@ class Accounting:
     ) -> None:
         """clock: Unix seconds, never decreasing. on_row: called with every finished row (log line, metrics)."""
         self.config = config
-        self.prices = Prices.of(config.prices)
         self.clock = clock or SteadyClock(floor=ledger.last_time if ledger else 0.0)
+        self.prices = priced(config.prices, ledger.database, self.clock()) if ledger else Prices.of(config.prices)
         self.ledger = ledger
         self.limiter = Limiter()
         self.alerts = Alerts(send_alert, attempts=config.alerts.attempts)

@@ -6,13 +6,21 @@ step costs a few additions.
 
 from __future__ import annotations
 
+import logging
+import sqlite3
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 
+from minserve.config import PricesConfig
+from minserve.economics.prices import Prices
 from minserve.request import StepRecord
+
+log = logging.getLogger("minserve.accounting")
 
 Execute = Callable[[str, tuple[object, ...]], None]
 
+_WEEK_H = 7 * 24
+_LEAST_S = 86400.0
 _WRITE_EVERY_S = 60.0
 # Added to what the hour already has: a restarted server goes on with it.
 _ADD = (
@@ -81,3 +89,26 @@ class DeviceHours:
         seconds, tokens = self._pure_decode
         alone = seconds / tokens if tokens else record.run / (record.decode_tokens + record.prefill_tokens)
         return min(record.run, alone * record.decode_tokens)
+
+
+def priced(config: PricesConfig, database: sqlite3.Connection, now: float) -> Prices:
+    """The prices; those that are derived by the utilization of the trailing week, unless the configuration names one.
+
+    It is the time that the week's tokens take at the configured rates (where there is none, the time that they took)
+    over the time that was paid for: so at these prices they would have paid for it. Less than a day says nothing.
+    """
+    if config.device_hour is None or config.utilization is not None:
+        return Prices.of(config)
+    columns = ("wall_s", "prefill_tokens", "prefill_s", "decode_tokens", "decode_s")
+    wall, prefills, prefill_s, decodes, decode_s = database.execute(
+        f"SELECT {', '.join(f'COALESCE(SUM({column}), 0)' for column in columns)} FROM device_hours WHERE hour > ?",
+        (int(now / 3600) - _WEEK_H,),
+    ).fetchone()
+    rates = config.prefill_tokens_per_s, config.decode_tokens_per_s
+    useful = (prefills / rates[0] if rates[0] else prefill_s) + (decodes / rates[1] if rates[1] else decode_s)
+    if wall < _LEAST_S or not useful:
+        log.info("prices are derived as if the device always worked: less than a day of it has been measured")
+        return Prices.of(config)
+    share = min(1.0, useful / wall)
+    log.info("prices are derived from a utilization of %.2g %%, that of the trailing week", 100 * share)
+    return Prices.of(config, share)

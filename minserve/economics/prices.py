@@ -44,12 +44,13 @@ class Prices:
         return not (self.prefill or self.cached or self.decode)
 
     @classmethod
-    def of(cls, config: PricesConfig) -> Prices:
+    def of(cls, config: PricesConfig, measured: float = 1.0) -> Prices:
         """The configured prices; where one is missing and the device's cost is known, the derived one.
 
-        ValueError if a cached token would cost more than a computed one: a reservation would not cover it.
+        measured: utilization, where the configuration names none. ValueError if a cached token would cost more than a
+        computed one: a reservation would not cover it.
         """
-        derived = derive(config)
+        derived = derive(config, measured)
         prefill = config.prefill if config.prefill is not None else derived[0]
         cached = config.cached if config.cached is not None else prefill
         decode = config.decode if config.decode is not None else derived[1]
@@ -59,15 +60,15 @@ class Prices:
         return cls(pico[0], pico[1], pico[2], config.currency)
 
 
-def derive(config: PricesConfig) -> tuple[float, float]:
+def derive(config: PricesConfig, measured: float = 1.0) -> tuple[float, float]:
     """(prefill, decode) per million tokens from device-hours; 0 for a rate that is not known.
 
-    A token takes 1 / rate seconds of a device that works `utilization` of the hours it is paid for; the idle rest is
-    shared out over the tokens that came.
+    A token takes 1 / rate seconds of a device that works for a share of the hours it is paid for, `utilization` or what
+    was measured; the idle rest is shared out over the tokens that came.
     """
     if config.device_hour is None:
         return 0.0, 0.0
-    second = config.device_hour / 3600 / config.utilization
+    second = config.device_hour / 3600 / (config.utilization or measured)
     rates = (config.prefill_tokens_per_s, config.decode_tokens_per_s)
     prefill, decode = (0.0 if rate is None else second / rate * 1e6 for rate in rates)
     return prefill, decode

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from minserve.config import Config
+from minserve.economics.device import priced
 from minserve.economics.keys import Identity, Keyring
 from minserve.economics.limits import Limiter, Places, Ticket
 from minserve.economics.loops import Runs
@@ -29,7 +30,7 @@ async def reconfigure(books: Accounting, config: Config) -> None:
 
     Calls that run keep the account they began with; they cost at most what they reserved.
     """
-    prices = Prices.of(config.prices)
+    prices = _prices(books, config)
     keys = Keyring(config.keys, config.local, books.tokens)
     payers = Payers(config, books._runs)
     if books.ledger is not None and not payers.counted <= books.payers.counted:
@@ -40,6 +41,13 @@ async def reconfigure(books: Accounting, config: Config) -> None:
     if spend_changed:
         books.watch_spend()
         books.check_spend()
+
+
+def _prices(books: Accounting, config: Config) -> Prices:
+    if books.ledger is None:
+        return Prices.of(config.prices)
+    with reading(books.ledger.path) as database:
+        return priced(config.prices, database, books.clock())
 
 
 def _recount(books: Accounting, config: Config) -> Payers:

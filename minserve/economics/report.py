@@ -10,7 +10,7 @@ import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from minserve.config import AccountConfig, Config, LimitConfig, PricesConfig, UserConfig
+from minserve.config import AccountConfig, Config, LimitConfig, UserConfig
 from minserve.economics.costs import DAYS, Ceiling, Device, Margin, Spread, ceilings
 from minserve.economics.plot import tail_plot
 from minserve.economics.prices import NANO, Prices
@@ -123,8 +123,9 @@ def of_scenario(scenario: Scenario, name: str = "scenario") -> Report:
 def of_ledger(
     database: sqlite3.Connection,
     chosen: Filter,
-    prices: PricesConfig,
+    prices: Prices,
     *,
+    device_hour: float | None = None,
     limits: Sequence[LimitConfig] = (),
     account: str = "",
     max_prompt: int,
@@ -143,24 +144,23 @@ def of_ledger(
     scale = DAYS * 86400 / max(86400.0, last - first)
     found = database.execute(f"SELECT SUM(cost) FROM calls WHERE {where} GROUP BY key, user, end_user", values)
     costs = [cost / NANO * scale for (cost,) in found]
-    known = Prices.of(prices)
     return Report(
         "ledger",
-        known.currency,
+        prices.currency,
         costs,
         Spread.of(costs),
-        ceilings(limits, known, max_prompt=max_prompt, max_output=max_output),
+        ceilings(limits, prices, max_prompt=max_prompt, max_output=max_output),
         None if price_per_user is None else Margin.of(costs, price_per_user),
         _lengths(database, where, values),
         _device(database, chosen),
-        prices.device_hour,
+        device_hour,
         account,
-        not known.free,
+        not prices.free,
     )
 
 
 def loosest(
-    config: Config, key: str | None, *, max_prompt: int, max_output: int
+    config: Config, prices: Prices, key: str | None, *, max_prompt: int, max_output: int
 ) -> tuple[str, tuple[LimitConfig, ...]]:
     """The account under which one user can cost most, and its caps: its own, its user's and those of each end user.
 
@@ -170,7 +170,6 @@ def loosest(
         raise ValueError(f"there is no key {key!r} in the configuration")
     keys: Mapping[str, AccountConfig] = config.keys if key is None else {key: config.keys[key]}
     accounts = {f"keys.{name}": account for name, account in keys.items()} or {"local": config.local}
-    prices = Prices.of(config.prices)
 
     def caps(account: AccountConfig) -> tuple[LimitConfig, ...]:
         user = config.users.get(account.user, UserConfig())

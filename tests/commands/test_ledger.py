@@ -13,6 +13,7 @@ import pytest
 
 from minserve.config import Config, LimitConfig, UserConfig
 from minserve.economics.ledger import Ledger
+from minserve.economics.prices import Prices
 from minserve.economics.report import loosest
 from minserve.economics.rows import Row
 from tests.commands.conftest import Invoke
@@ -151,8 +152,9 @@ def test_the_worst_case_is_that_of_the_loosest_account() -> None:
         users={"ann": UserConfig(limits=(loose,))},
     )
     most = {"max_prompt": 1000, "max_output": 1000}
-    assert loosest(config, None, **most) == ("keys.b", (loose,))
-    assert loosest(config, "a", **most) == ("keys.a", (tight, loose))
-    assert loosest(Config(), None, **most) == ("local", ())
+    free = Prices()
+    assert loosest(config, free, None, **most) == ("keys.b", (loose,))
+    assert loosest(config, free, "a", **most) == ("keys.a", (tight, loose))
+    assert loosest(Config(), free, None, **most) == ("local", ())
     with pytest.raises(ValueError, match="no key 'c'"):
-        loosest(config, "c", **most)
+        loosest(config, free, "c", **most)

@@ -89,6 +89,23 @@ async def test_counters_after_a_change_are_those_after_a_restart(tmp_path: Path)
     await restarted.close()
 
 
+async def test_derived_prices_follow_what_the_device_did_since(tmp_path: Path) -> None:
+    prices = PricesConfig(device_hour=3.6, prefill_tokens_per_s=1000.0, decode_tokens_per_s=100.0)
+    accounting = Accounting.open(Config(prices=prices), tmp_path)
+    assert accounting.ledger is not None
+    assert accounting.prices.decode == 10 * 10**6
+    for hour in range(int(accounting.clock() / 3600) - 30, int(accounting.clock() / 3600)):
+        idle_half = (hour, 3600.0, 1800.0, 0.0, 0, 180_000, 0.0, 1800.0)
+        accounting.ledger.execute("INSERT INTO device_hours VALUES (?, ?, ?, ?, ?, ?, ?, ?)", idle_half)
+    await accounting.ledger.flush()
+    await accounting.reconfigure(accounting.config)
+    assert accounting.prices.decode == pytest.approx(20 * 10**6, rel=0.01)
+    await accounting.close()
+    again = Accounting.open(Config(prices=prices), tmp_path)
+    assert again.prices.decode == pytest.approx(20 * 10**6, rel=0.01)
+    await again.close()
+
+
 async def test_many_changes_while_calls_come_and_go_lose_nothing(tmp_path: Path) -> None:
     accounting = Accounting.open(caps(), tmp_path)
 

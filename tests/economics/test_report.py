@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -125,12 +126,13 @@ async def test_the_ledgers_report_scales_to_a_month_and_prices_idle_time(tmp_pat
     now[0] += 2 * 3600.0
     hours.write()
     await ledger.close()
-    prices = PricesConfig(decode=1.0, device_hour=3.0, prefill_tokens_per_s=10.0)
+    prices = Prices.of(PricesConfig(decode=1.0, device_hour=3.0, prefill_tokens_per_s=10.0))
     with reading(ledger.path) as database:
         stored = database.execute("SELECT hour, wall_s FROM device_hours ORDER BY hour").fetchall()
-        report = of_ledger(database, Filter(), prices, max_prompt=10, max_output=10, price_per_user=50.0)
+        most: dict[str, Any] = {"max_prompt": 10, "max_output": 10}
+        report = of_ledger(database, Filter(), prices, device_hour=3.0, price_per_user=50.0, **most)
         with pytest.raises(ValueError, match="no rows"):
-            of_ledger(database, Filter(user="nobody"), prices, max_prompt=10, max_output=10)
+            of_ledger(database, Filter(user="nobody"), prices, **most)
     assert stored == [(100, 3600.0), (101, 3600.0), (102, 0.0)]
     assert sorted(report.costs) == pytest.approx([10.0, 10.0, 80.0])  # three days, so ten times
     assert report.lengths is not None
