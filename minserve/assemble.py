@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from minserve.backend import create_backend
-from minserve.backend.base import Backend, BackendError, CheckpointError, ModelSpec, StepLimits
+from minserve.backend.base import Backend, BackendError, CheckpointError, Forward, ModelSpec, StepLimits
 from minserve.backend.memory import give_back
 from minserve.config import Config, EngineConfig, PoolConfig, PoolsConfig
 from minserve.engine import Engine, Observer
@@ -95,19 +95,9 @@ def _assemble(config: Config, observers: Sequence[Observer], progress: Progress,
     )
     progress(f"loading weights on {backend.description}")
     model = load_model(loaded.checkpoint, backend, engine_config.max_model_len)
-    num_blocks, max_model_len = size_cache(engine_config, backend, model.spec, notes)
+    num_blocks, max_model_len = size_cache(engine_config, backend, model.forward, model.spec, notes)
     limits = make_limits(engine_config, config.pools, num_blocks, max_model_len)
-    program = backend.build(
-        model.forward,
-        model.spec,
-        StepLimits(
-            max_tokens=limits.max_step_tokens,
-            max_requests=limits.max_seqs,
-            max_rows=limits.max_rows,
-            max_model_len=max_model_len,
-            num_blocks=num_blocks,
-        ),
-    )
+    program = backend.build(model.forward, model.spec, step_limits(engine_config, num_blocks, max_model_len))
     per_token = backend.bytes_per_block(model.spec.kv) / backend.block_size
     runner = Runner(program, model.spec, backend.peaks(), per_token)
     progress("warming up")
@@ -143,21 +133,32 @@ def warm_up(runner: Runner, limits: Limits, tokenizer: Tokenizer, max_model_len:
         engine.complete(step, engine.run(step))  # not engine.step: what fails here must stop the start
 
 
-def size_cache(config: EngineConfig, backend: Backend, spec: ModelSpec, notes: list[str]) -> tuple[int, int]:
+def memory_fraction(config: EngineConfig, backend: Backend) -> float:
+    """A GPU is ours alone; on a CPU pages of other programs, the page cache and our own arrays need room too."""
+    return config.memory_fraction or (0.9 if backend.name == "cuda" else 0.5)
+
+
+def size_cache(
+    config: EngineConfig, backend: Backend, forward: Forward, spec: ModelSpec, notes: list[str]
+) -> tuple[int, int]:
     """(blocks, max_model_len): what the configuration asks for, cut to what memory holds; a cut is noted.
 
     More blocks than all seats at full length could ever fill are not taken.
     """
     per_block = backend.bytes_per_block(spec.kv)
     wanted = spec.max_model_len
+    scratch = backend.scratch_memory(forward, spec, step_limits(config, 0, wanted))
     if config.num_blocks:
         blocks = config.num_blocks
     else:
-        memory = config.kv_cache_bytes or int(backend.free_memory() * config.memory_fraction)
+        free = max(0, backend.free_memory() - scratch)
+        memory = config.kv_cache_bytes or int(free * memory_fraction(config, backend))
         blocks = min(memory // per_block, -(-wanted // backend.block_size) * config.max_num_seqs)
     if blocks < 2:
+        beside = f" beside {scratch / 1e6:.0f} MB for max_num_batched_tokens and max_logit_rows" if scratch else ""
         raise BackendError(
-            f"No memory for the KV cache: a block of {backend.block_size} tokens takes {per_block / 1e6:.1f} MB. "
+            f"No memory for the KV cache{beside}: "
+            f"a block of {backend.block_size} tokens takes {per_block / 1e6:.1f} MB. "
             "Free some memory, or raise memory_fraction or kv_cache_bytes."
         )
     fits = blocks * backend.block_size
@@ -166,10 +167,21 @@ def size_cache(config: EngineConfig, backend: Backend, spec: ModelSpec, notes: l
     return blocks, min(wanted, fits)
 
 
-def make_limits(config: EngineConfig, pools: PoolsConfig, num_blocks: int, max_model_len: int) -> Limits:
-    """The scheduler's limits. A step always has room for one token of every seat."""
+def step_limits(config: EngineConfig, num_blocks: int, max_model_len: int) -> StepLimits:
+    """The largest step. It always has room for one token and one row of every seat."""
     seats = config.max_num_seqs
-    step_tokens = max(config.max_num_batched_tokens, seats)
+    return StepLimits(
+        max_tokens=max(config.max_num_batched_tokens, seats),
+        max_requests=seats,
+        max_rows=max(config.max_logit_rows, seats),
+        max_model_len=max_model_len,
+        num_blocks=num_blocks,
+    )
+
+
+def make_limits(config: EngineConfig, pools: PoolsConfig, num_blocks: int, max_model_len: int) -> Limits:
+    """The scheduler's limits."""
+    seats, step = config.max_num_seqs, step_limits(config, num_blocks, max_model_len)
 
     def pool(p: PoolConfig) -> PoolLimits:
         return PoolLimits(p.max_num_seqs or seats, p.token_share, p.kv_share)
@@ -178,9 +190,9 @@ def make_limits(config: EngineConfig, pools: PoolsConfig, num_blocks: int, max_m
         block_size=config.block_size,
         num_blocks=num_blocks,
         max_seqs=seats,
-        max_step_tokens=step_tokens,
-        chunk_tokens=step_tokens,
-        max_rows=max(config.max_logit_rows, seats),
+        max_step_tokens=step.max_tokens,
+        chunk_tokens=step.max_tokens,
+        max_rows=step.max_rows,
         watermark_blocks=min(num_blocks // 100 + 1, -(-max_model_len // config.block_size)),
         pools={Pool.INTERACTIVE: pool(pools.interactive), Pool.BULK: pool(pools.bulk)},
     )

@@ -191,6 +191,12 @@ class Backend(Protocol):
     def free_memory(self) -> int:
         """Bytes the KV cache may be taken from: device memory, or host memory within the cgroup's limit."""
 
+    def scratch_memory(self, forward: Forward, spec: ModelSpec, limits: StepLimits) -> int:
+        """Of free_memory, bytes that a program of these limits takes beside its KV cache, before anything is allocated.
+
+        limits.num_blocks doesn't count. 0 where it is little beside what memory_fraction leaves.
+        """
+
     def peaks(self) -> Peaks: ...
     def prepare_linear(
         self, tensors: Sequence[HostTensor], bias: HostTensor | None = None, *, pairs: bool = False

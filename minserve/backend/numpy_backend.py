@@ -226,6 +226,9 @@ class NumpyBackend:
     def free_memory(self) -> int:
         return available_memory()
 
+    def scratch_memory(self, forward: Forward, spec: ModelSpec, limits: StepLimits) -> int:
+        return 0
+
     def peaks(self) -> Peaks:
         return measure_peaks()
 

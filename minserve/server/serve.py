@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
-from minserve.assemble import Assembly, Fetch, assemble, default_name, files_of
+from minserve.assemble import Assembly, Fetch, assemble, default_name, files_of, memory_fraction
 from minserve.async_engine import AsyncEngine
 from minserve.backend.base import BackendError, CheckpointError
 from minserve.config import Config
@@ -175,7 +175,7 @@ def cache_info(config: Config, assembly: Assembly) -> dict[str, str]:
     return {
         "block_size": str(assembly.limits.block_size),
         "num_gpu_blocks": str(assembly.limits.num_blocks),
-        "gpu_memory_utilization": str(config.engine.memory_fraction),
+        "gpu_memory_utilization": str(memory_fraction(config.engine, assembly.backend)),
         "enable_prefix_caching": str(config.engine.prefix_caching),
     }
 

@@ -38,10 +38,10 @@ class Device:
         kernels.compile()
 
     def draw(self, logits: Logits, sampling: SamplingArrays, resets: tuple[SeatReset, ...] = ()) -> Sampled:
-        batch = batch_of(len(logits), sampling)
+        batch = replace(batch_of(len(logits), sampling), resets=resets)
         adjusted, shape = adjusted_rows(sampling), Shape(batch.num_tokens, batch.num_requests, batch.num_rows)
         step = self._staging.upload(batch, shape, adjusted, self._kit.cp.cuda.get_current_stream())
-        self._sampler.reset(resets)
+        self._sampler.reset(resets, step.resets)
         return self._sampler.draw(self._kit.array(logits, "float"), batch, step, adjusted)
 
     def counts(self, seat: int) -> npt.NDArray[np.uint16]:

@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
+from minserve.assemble import size_cache, step_limits
 from minserve.backend.base import BackendError, Heads, KVSpec, ModelSpec, StepLimits
 from minserve.backend.cuda_backend import backend as cuda
 from minserve.backend.cuda_backend import ops
@@ -22,10 +24,11 @@ from minserve.backend.cuda_backend.recorder import Recorder
 from minserve.backend.cuda_backend.step import Shape, Staging
 from minserve.backend.numpy_backend import NumpyBackend
 from minserve.backend.tensor import Encoding, HostTensor
-from minserve.batch import Batch
+from minserve.batch import Batch, SeatReset
+from minserve.config import EngineConfig
 from minserve.models import load
 from minserve.weights.dummy import load_dummy
-from tests.helpers import Part, make_batch, make_sampling
+from tests.helpers import Part, allow, make_batch, make_sampling
 from tests.simt import fakecupy
 from tests.simt.engines import cuda_backend
 from tests.simt.fakeblas import FakeBlas
@@ -181,6 +184,47 @@ class TestStaging:
         assert host["table_starts"] == [0, 2, 0, 0]
         assert host["block_tables"][:3] == [9, 5, 7]
         assert (step.longest, step.singles) == (1, True)
+
+
+class TestUploads:
+    """What goes to the device for a step."""
+
+    @pytest.fixture
+    def uploads(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+        """Bytes of every copy to the device since."""
+        sizes, original = list[int](), fakecupy.ndarray.set
+
+        def counted(array: Any, values: Any, stream: Any = None) -> None:
+            sizes.append(values.nbytes)
+            original(array, values, stream)
+
+        small()
+        monkeypatch.setattr(fakecupy.ndarray, "set", counted)
+        return sizes
+
+    def busy(self, known: int, **sampling: Any) -> Batch:
+        """A decode with everything that a step can have."""
+        reset = SeatReset(0, np.resize(np.array(IDS, np.int32), known), np.array([7], np.int32))
+        each = make_sampling(2, bias=[{5: 100.0}, {}], penalties=[[0.5, 0, 1], [0, 0, 2]], seats=[0, 1], **sampling)
+        return decode(4, 4, sampling=each, copies=[(1, 9)], resets=(reset, replace(reset, seat=1)))
+
+    def test_all_of_it_in_one_copy(self, uploads: list[int]) -> None:
+        small().run(self.busy(20))
+        assert len(uploads) == 1
+
+    def test_masks_take_another(self, uploads: list[int]) -> None:
+        tokens = small().run(self.busy(20, mask=allow(261, [9], [11]))).tokens
+        assert tokens.tolist() == [9, 11]
+        assert len(uploads) == 2
+        assert uploads[1] == 2 * 4 * 9  # the rows that there are, a bit for each of 261 words
+
+    def test_a_reset_that_finds_no_room_goes_alone(self, uploads: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+        want = small().run(self.busy(600)).tokens
+        monkeypatch.setattr("minserve.backend.cuda_backend.step.EXTRA_WORDS", 0)
+        cramped = program()
+        uploads.clear()
+        assert cramped.run(self.busy(600)).tokens.tolist() == want.tolist()
+        assert len(uploads) == 3
 
 
 # ---- what is fused, and where results lie ------------------------------------
@@ -383,10 +427,38 @@ class TestBackend:
         backend = cuda_backend()
         assert backend.free_memory() == fakecupy.Device().mem_info[0] - cuda.RESERVED_BYTES
 
+    @pytest.mark.parametrize("model", ["dummy:llama-tiny:F16", "dummy:gemma3-tiny:Q8_0"])
+    def test_what_a_program_takes_beside_its_cache_is_known_before(self, model: str) -> None:
+        backend = cuda_backend(compute="half")
+        loaded = load(load_dummy(model).checkpoint, backend, LIMITS.max_model_len)
+        gc.collect()
+        before = fakecupy._Memory.used
+        counted = backend.scratch_memory(loaded.forward, loaded.spec, LIMITS)
+        assert fakecupy._Memory.used == before
+        built = backend.build(loaded.forward, loaded.spec, LIMITS)
+        cache = LIMITS.num_blocks * backend.bytes_per_block(loaded.spec.kv)
+        tables = built._pools.nbytes + built._block_bytes.nbytes
+        assert fakecupy._Memory.used - before == counted + cache + tables
+
+    def test_the_cache_is_sized_by_what_steps_leave(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        backend = cuda_backend(compute="half")
+        model = load(load_dummy("dummy:llama-tiny:F16").checkpoint, backend)
+        config = EngineConfig(max_num_batched_tokens=2048)
+        gc.collect()
+        free, limits = backend.free_memory(), step_limits(config, 0, model.spec.max_model_len)
+        each, sizes = backend.bytes_per_block(model.spec.kv), (backend, model.forward, model.spec, list[str]())
+        scratch = backend.scratch_memory(model.forward, model.spec, limits)
+        monkeypatch.setattr(fakecupy, "TOTAL_MEMORY", fakecupy.TOTAL_MEMORY - free + scratch + 100 * each + 64)
+        assert size_cache(config, *sizes)[0] == 90  # 0.9 of it on a GPU
+        assert size_cache(structs.replace(config, memory_fraction=0.5), *sizes)[0] == 50
+        more = structs.replace(config, max_num_batched_tokens=4096)
+        with pytest.raises(BackendError, match=r"KV cache beside \d+ MB for max_num_batched_tokens"):
+            size_cache(more, *sizes)
+
     def test_memory_that_does_not_suffice_is_one_sentence(self, monkeypatch: pytest.MonkeyPatch) -> None:
         backend = cuda_backend(compute="half")
         loaded = load(load_dummy("dummy:llama-tiny:F16").checkpoint, backend)
-        monkeypatch.setattr(fakecupy, "TOTAL_MEMORY", fakecupy._Memory.used + (1 << 20))
+        monkeypatch.setattr(fakecupy, "TOTAL_MEMORY", fakecupy._Memory.used + (1 << 16))
         with pytest.raises(BackendError, match=r"GPU memory is full.*memory_fraction"):
             backend.build(loaded.forward, loaded.spec, LIMITS)
         tensor = load_dummy("dummy:smollm2-135m:F16").checkpoint.tensor("model.layers.0.mlp.down_proj.weight")

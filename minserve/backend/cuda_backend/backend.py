@@ -19,16 +19,16 @@ import numpy as np
 import numpy.typing as npt
 
 from minserve.backend.base import BackendError, Forward, KVSpec, ModelSpec, Peaks, StepLimits
-from minserve.backend.cuda_backend.blas import WORKSPACE_BYTES, Blas, Output
+from minserve.backend.cuda_backend.blas import Blas, Output
 from minserve.backend.cuda_backend.kernels import Kernels, Progress
 from minserve.backend.cuda_backend.ops import SLAB_BYTES, Machine
-from minserve.backend.cuda_backend.program import CudaProgram
+from minserve.backend.cuda_backend.program import CudaProgram, scratch_memory
 from minserve.backend.cuda_backend.weights import COMPUTE_TYPES, Matrix, Rope, Uploader
 from minserve.backend.tensor import Encoding, HostTensor
 
 MAX_HEAD_DIM = 256
 MAX_REQUESTS = 65535  # blocks of a grid along y and z
-RESERVED_BYTES = WORKSPACE_BYTES + SLAB_BYTES + (128 << 20)  # workspace, scratch, graphs: not for the KV cache
+RESERVED_BYTES = 128 << 20  # graphs, modules, what a step allocates by the way: not for the KV cache
 PEAK_COPY_BYTES = 1 << 28  # read, and as many written
 PEAK_COPY_BLOCK = 1 << 16
 PEAK_GEMM = 4096  # a product of three square matrices of this size
@@ -53,6 +53,7 @@ class CudaBackend:
         self._cp, self._compute, self._graphs, self._progress = cp, compute, graphs, progress
         self.block_size = block_size
         self._blas = Blas(cp, blas_library)
+        self._scratch = cp.empty(SLAB_BYTES, np.uint8)
         self._device = cp.cuda.Device(0)
 
     @property
@@ -69,6 +70,9 @@ class CudaBackend:
     def free_memory(self) -> int:
         self._cp.get_default_memory_pool().free_all_blocks()
         return max(0, int(self._device.mem_info[0]) - RESERVED_BYTES)
+
+    def scratch_memory(self, forward: Forward, spec: ModelSpec, limits: StepLimits) -> int:
+        return scratch_memory(self.machine(limits), forward, spec, limits)
 
     def peaks(self) -> Peaks:
         return self._peaks
@@ -149,7 +153,7 @@ class CudaBackend:
             sms=int(self._device.attributes["MultiProcessorCount"]),
             block_size=self.block_size,
             max_model_len=limits.max_model_len,
-            scratch=self._cp.empty(SLAB_BYTES // 2, COMPUTE_TYPES[compute]),
+            scratch=self._scratch.view(COMPUTE_TYPES[compute]),
         )
 
 

@@ -148,10 +148,9 @@ class Lowering:
         self._emit(ops.Attention(self._m, out, q, v.heads, v.cache, self._parts), out, q)
 
     # -- memory ----------------------------------------------------------------
-    def finish(self, limits: StepLimits) -> Lowered:
-        """Give every buffer memory; those that are never live together share it."""
-        logits = self._buffer(self._output)
-        lives = live_ranges([buffers for _, buffers in self._uses], logits)
+    def arenas(self, limits: StepLimits) -> tuple[list[int], list[tuple[Buffer, int]]]:
+        """Bytes of each arena, and in which one each buffer lies: those that are never live together share it."""
+        lives = live_ranges([buffers for _, buffers in self._uses], self._buffer(self._output))
         slots: list[tuple[int, int]] = []  # (bytes, last use) of each slot
         chosen: list[tuple[Buffer, int]] = []
         for buffer, (first, last) in lives:
@@ -164,13 +163,18 @@ class Lowering:
                 i = len(slots)
                 slots.append((size, last))
             chosen.append((buffer, i))
-        arenas = [self._m.cp.empty(size, np.uint8) for size, _ in slots]
+        return [size for size, _ in slots], chosen
+
+    def finish(self, limits: StepLimits) -> Lowered:
+        """Give every buffer memory."""
+        sizes, chosen = self.arenas(limits)
+        arenas = [self._m.cp.empty(size, np.uint8) for size in sizes]
         for buffer, i in chosen:
             rows = limits.max_rows if buffer.sampled else limits.max_tokens
             size = SIZES[buffer.type] * buffer.cols * rows
             buffer.array = arenas[i][:size].view(DTYPES[buffer.type]).reshape(rows, buffer.cols)
         instructions = [(instruction, buffers[0].sampled) for instruction, buffers in self._uses]
-        return Lowered(instructions, logits, arenas)
+        return Lowered(instructions, self._buffer(self._output), arenas)
 
 
 def live_ranges(uses: list[list[Buffer]], output: Buffer) -> list[tuple[Buffer, tuple[int, int]]]:

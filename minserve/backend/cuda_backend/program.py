@@ -61,9 +61,7 @@ class CudaProgram:
         self._caches = [cp.empty(cache_shape(kv, limits.num_blocks, m.block_size), dtype) for kv in spec.kv]
         recorder = Recorder()
         output = forward(recorder, None, self._caches)
-        heads = {v.heads for v in recorder.values if v.op == "attention"}
-        words = max((Attention.part_words(m, h, limits.max_requests) for h in heads), default=1)
-        self._parts = cp.empty(words, np.float32)
+        self._parts = cp.empty(part_words(m, recorder, limits), np.float32)
         self._lowered = Lowering(m, recorder, output, self._parts).finish(limits)
         if output.cols != spec.vocab_size:
             raise ValueError(f"the forward pass returns {output.cols} columns, the vocabulary has {spec.vocab_size}")
@@ -103,7 +101,7 @@ class CudaProgram:
         with self._stream:
             adjusted = adjusted_rows(batch.sampling)
             step = self._forward(batch, adjusted)
-            self._sampler.reset(batch.resets)
+            self._sampler.reset(batch.resets, step.resets)
             return self._sampler.draw(self._logits, batch, step, adjusted)
 
     def logits(self, batch: Batch) -> Float32:
@@ -121,8 +119,8 @@ class CudaProgram:
         )
         step = self._staging.upload(batch, shape, adjusted, self._stream)
         if len(batch.copies):
-            pairs = self._m.cp.asarray(np.ascontiguousarray(batch.copies))
-            self._copy((len(batch.copies), len(self._caches)), 256, self._pools, self._block_bytes, pairs)
+            grid = len(batch.copies), len(self._caches)
+            self._copy(grid, 256, self._pools, self._block_bytes, step.inputs["copies"])
         if size is None:
             self._launch(step)
         else:
@@ -151,6 +149,21 @@ class CudaProgram:
         for name in ("_lowered", "_caches", "_logits", "_parts", "_sampler", "_staging", "_pools", "_block_bytes"):
             self.__dict__.pop(name, None)
         self._m.cp.get_default_memory_pool().free_all_blocks()
+
+
+def part_words(machine: Machine, recorder: Recorder, limits: StepLimits) -> int:
+    """float32 numbers that partial results of attention take, in the layer that needs most."""
+    heads = {v.heads for v in recorder.values if v.op == "attention"}
+    return max((Attention.part_words(machine, h, limits.max_requests) for h in heads), default=1)
+
+
+def scratch_memory(machine: Machine, forward: Forward, spec: ModelSpec, limits: StepLimits) -> int:
+    """Device bytes of a program beside weights and KV cache, from shapes alone: nothing is allocated."""
+    recorder = Recorder()
+    output: Any = forward(recorder, None, [None] * len(spec.kv))
+    arenas, _ = Lowering(machine, recorder, output, None).arenas(limits)
+    words = part_words(machine, recorder, limits) + Staging.words(limits, machine.block_size)
+    return sum(arenas) + 4 * words + Sampler.nbytes(limits, spec.vocab_size)
 
 
 def cache_shape(kv: KVSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ queued while the graph still runs, so their host time is hidden, and steps that 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,10 +37,12 @@ def adjusted_rows(arrays: SamplingArrays) -> npt.NDArray[np.bool_]:
 class Sampler:
     def __init__(self, cp: Any, kernels: Kernels, limits: StepLimits, vocab_size: int) -> None:
         self._cp, self._vocab = cp, vocab_size
-        self._stride = -(-vocab_size // 2) * 2  # 16-bit counts of a seat, two to a word
-        self._counts = cp.zeros((limits.max_requests, self._stride), np.uint16)
-        self._adjusted = cp.empty((min(ADJUSTED_ROWS, limits.max_rows), vocab_size), np.float32)
-        self._tokens = cp.empty(limits.max_rows, np.int32)
+        shapes = self._shapes(limits, vocab_size)
+        self._counts = cp.zeros(*shapes["counts"])
+        self._adjusted, self._masks, self._tokens = (cp.empty(*shapes[n]) for n in ("adjusted", "masks", "tokens"))
+        self._stride = self._counts.shape[1]
+        self._memory = cp.cuda.alloc_pinned_memory(self._masks.nbytes)
+        self._host_masks = np.frombuffer(self._memory, np.uint32, self._masks.size).reshape(self._masks.shape)
         pinned = cp.cuda.alloc_pinned_memory(4 * limits.max_rows)
         self._host_tokens = np.frombuffer(pinned, np.int32, limits.max_rows)
         self._reset = kernels.get("seats", "reset_seat")
@@ -47,13 +50,28 @@ class Sampler:
         self._sample = kernels.get("sampling", "sample", THREADS)
         self._logprobs = kernels.get("logprobs", "logprobs", THREADS)
 
-    def reset(self, resets: Sequence[SeatReset]) -> None:
-        """Count what the seats' new owners already know."""
-        for reset in resets:
-            tokens = self._cp.asarray(np.concatenate([reset.prompt, reset.output, [0]]).astype(np.int32))
-            known = i32(len(reset.prompt)), i32(len(reset.prompt) + len(reset.output))
+    @staticmethod
+    def _shapes(limits: StepLimits, vocab_size: int) -> dict[str, tuple[tuple[int, ...], type]]:
+        """Shape and dtype of the device's arrays."""
+        return {
+            "counts": ((limits.max_requests, -(-vocab_size // 2) * 2), np.uint16),  # two to a word
+            "adjusted": ((min(ADJUSTED_ROWS, limits.max_rows), vocab_size), np.float32),
+            "masks": ((limits.max_rows, -(-vocab_size // 32)), np.uint32),
+            "tokens": ((limits.max_rows,), np.int32),
+        }
+
+    @classmethod
+    def nbytes(cls, limits: StepLimits, vocab_size: int) -> int:
+        """Device memory of a sampler."""
+        shapes = cls._shapes(limits, vocab_size).values()
+        return sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in shapes)
+
+    def reset(self, resets: Sequence[SeatReset], known: Sequence[Any]) -> None:
+        """Count what the seats' new owners already know; known: their prompts and outputs, on the device."""
+        for reset, tokens in zip(resets, known, strict=True):
+            lengths = i32(len(reset.prompt)), i32(tokens.size)
             row = self._counts[reset.seat].view(np.uint32)
-            self._reset((1,), THREADS, row, tokens, *known, i32(self._stride // 2))
+            self._reset((1,), THREADS, row, tokens, *lengths, i32(self._stride // 2))
 
     def draw(self, logits: Any, batch: Batch, step: Step, adjusted: npt.NDArray[np.bool_]) -> Sampled:
         """One token a row of logits [S, V], counted by seat; waits for the result."""
@@ -62,14 +80,15 @@ class Sampler:
             self._cp.cuda.get_current_stream().synchronize()
             return Sampled(np.empty(0, np.int32), ())
         inputs, sizes = step.inputs, (i32(self._vocab), i32(self._stride))
-        changes = self._changes(arrays) if adjusted.any() else None
-        at_once = len(self._adjusted) if changes is not None else rows
+        changes = adjusted.any()
+        masks = self._upload_masks(arrays.mask) if changes and arrays.mask is not None else None
+        at_once = len(self._adjusted) if changes else rows
         for first in range(0, rows, at_once):
             grid = (min(at_once, rows - first),)
             flags = inputs["adjusted"], self._counts
-            if changes is not None:
-                penalties, *rest = changes
-                arguments = self._adjusted, logits, *flags, penalties, inputs["seats"], *rest
+            if changes:
+                names = "penalties", "seats", "bias_starts", "bias_ids", "bias_values"
+                arguments = self._adjusted, logits, *flags, *(inputs[name] for name in names), masks
                 self._adjust(grid, THREADS, *arguments, *sizes, i32(first))
             knobs = [
                 inputs[name] for name in ("temperature", "top_k", "top_p", "min_p", "uniforms", "targets", "seats")
@@ -82,12 +101,12 @@ class Sampler:
         self._cp.cuda.get_current_stream().synchronize()
         return Sampled(tokens.copy(), collect(tokens, arrays, described))
 
-    def _changes(self, arrays: SamplingArrays) -> list[Any]:
-        """penalties, bias (starts, ids, values) and masks on the device."""
-        asarray = self._cp.asarray
-        bias = arrays.bias_starts, np.append(arrays.bias_ids, i32(0)), np.append(arrays.bias_values, np.float32(0))
-        mask = None if arrays.mask is None else asarray(np.ascontiguousarray(arrays.mask))
-        return [asarray(np.ascontiguousarray(arrays.penalties)), *map(asarray, bias), mask]
+    def _upload_masks(self, mask: npt.NDArray[np.uint32]) -> Any:
+        """The rows' masks on the device, from pinned memory of their own: with a bit for each word of the vocabulary
+        they are larger than all other inputs together, and few steps have any."""
+        self._host_masks[: len(mask)] = mask
+        self._masks[: len(mask)].set(self._host_masks[: len(mask)])
+        return self._masks
 
     def _describe(self, logits: Any, arrays: SamplingArrays, step: Step, rows: int) -> list[npt.NDArray[Any]] | None:
         """Log probabilities of the tokens [S], ids and log probabilities of the best [S, k], where a row wants any."""

@@ -4,12 +4,14 @@ Owns the layout of the per-step inputs in one staging buffer, so that a step upl
 addresses every time: a captured graph reads the new values. It must not know kernels or sampling.
 
 Order in the buffer (4-byte words): the arrays of `sections`, whose sizes follow from the step's shape, then the block
-tables, one request after the other, as long as they are.
+tables, one request after the other, as long as they are, then what most steps don't have: block copies, the tokens
+that seats are reset to, biases. These last have no bound of their own; what finds no room goes alone, and only masks
+always do (see sampler.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +22,7 @@ from minserve.backend.base import StepLimits
 from minserve.batch import Batch
 
 Words = npt.NDArray[np.int32]
+EXTRA_WORDS = 1 << 16  # for copies, resets and biases, beside the longest context's reset
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +36,17 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """longest: most new tokens of a request. singles: whether some request has exactly one."""
+    """longest: most new tokens of a request. singles: whether some request has exactly one.
+
+    inputs: device arrays by the names of `sections`, and block_tables, copies, bias_ids, bias_values. resets: the
+    prompt and output of each seat that is reset, one array each.
+    """
 
     shape: Shape
     longest: int
     singles: bool
-    inputs: Mapping[str, Any]  # device arrays by the names of `sections`, and block_tables
+    inputs: Mapping[str, Any]
+    resets: Sequence[Any] = ()
 
 
 def sections(shape: Shape) -> dict[str, tuple[int, type]]:
@@ -61,6 +69,8 @@ def sections(shape: Shape) -> dict[str, tuple[int, type]]:
         "targets": (s, np.int32),
         "seats": (s, np.int32),
         "adjusted": (s, np.int32),
+        "penalties": (3 * s, np.float32),
+        "bias_starts": (s + 1, np.int32),
     }
 
 
@@ -68,14 +78,19 @@ class Staging:
     """The pinned host buffer, the device buffer of the same size, and views of both by shape."""
 
     def __init__(self, cp: Any, limits: StepLimits, block_size: int) -> None:
-        largest = Shape(limits.max_tokens, limits.max_requests, limits.max_rows)
-        tables = limits.max_requests * -(-limits.max_model_len // block_size)
-        words = sum(size for size, _ in sections(largest).values()) + tables
-        self._block_size = block_size
+        words = self.words(limits, block_size)
+        self._cp, self._block_size = cp, block_size
         self._memory = cp.cuda.alloc_pinned_memory(4 * words)
         self._host: Words = np.frombuffer(self._memory, np.int32, words)
         self._device = cp.empty(words, np.int32)
         self._views: dict[Shape, tuple[dict[str, Any], dict[str, Any]]] = {}
+
+    @staticmethod
+    def words(limits: StepLimits, block_size: int) -> int:
+        """Size of the buffer on either side."""
+        largest = Shape(limits.max_tokens, limits.max_requests, limits.max_rows)
+        tables = limits.max_requests * -(-limits.max_model_len // block_size)
+        return sum(size for size, _ in sections(largest).values()) + tables + limits.max_model_len + EXTRA_WORDS
 
     def views(self, shape: Shape, *, keep: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
         """(host arrays, device arrays) of a shape. keep: remember them, for the shapes of graphs."""
@@ -117,11 +132,27 @@ class Staging:
         for name in ("temperature", "top_p", "top_k", "min_p", "uniforms", "logprobs", "targets", "seats"):
             host[name][:s] = getattr(batch.sampling, name)
         host["adjusted"][:s] = adjusted
+        bias = batch.sampling
+        host["penalties"][: 3 * s], host["bias_starts"][: s + 1] = bias.penalties.ravel(), bias.bias_starts
         words = len(self._host) - len(host["block_tables"]) + used
+        inputs, resets = dict(device), list[Any]()
+        for name, values in (("copies", batch.copies), ("bias_ids", bias.bias_ids), ("bias_values", bias.bias_values)):
+            inputs[name], words = self._place(values, words)
+        for reset in batch.resets:
+            tokens, words = self._place(np.concatenate([reset.prompt, reset.output]), words)
+            resets.append(tokens)
         self._device[:words].set(self._host[:words], stream=stream)
         counts = np.diff(batch.query_starts)
         longest = int(counts.max()) if r else 0
-        return Step(shape, longest, bool((counts == 1).any()), device)
+        return Step(shape, longest, bool((counts == 1).any()), inputs, resets)
+
+    def _place(self, values: npt.NDArray[Any], at: int) -> tuple[Any, int]:
+        """The device array of these numbers, put at word `at` of the host's buffer if they fit, and the word after."""
+        end = at + values.size
+        if end > len(self._host):
+            return self._cp.asarray(np.ascontiguousarray(values)), at
+        self._host[at:end] = values.view(np.int32).ravel()
+        return self._device[at:end].view(values.dtype), end
 
     def blank(self, shape: Shape, longest: int) -> Step:
         """A step of padding only, to warm up and to capture: one request of `longest` tokens, or requests of one."""

@@ -103,6 +103,9 @@ class NumbaBackend:
     def free_memory(self) -> int:
         return available_memory()
 
+    def scratch_memory(self, forward: Forward, spec: ModelSpec, limits: StepLimits) -> int:
+        return 0
+
     def peaks(self) -> Peaks:
         """Measured once, in about 0.1 s. Operations are those of the encoding that most weights have, at the
         dot products that accurate activations take."""
