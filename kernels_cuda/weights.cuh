@@ -2,7 +2,7 @@
 //
 // A quantized weight is  w = scale * q  or  w = scale * q + minimum,  with one
 // half-precision scale (and minimum) for 32 neighbours along a row: what GGUF's
-// Q8_0 (Int8), Q4_0 (Int4) and Q4_1 (Int4Min) hold, bit for bit.
+// Q8_0 and Q5_0 (Int8), Q4_0 (Int4) and Q4_1 (Int4Min) hold, bit for bit.
 //
 // A row is cut into chunks of 64 bytes, which four neighbouring lanes read with 16
 // bytes each.  Lane t of the four always gets numbers 8t .. 8t + 7 of a group of

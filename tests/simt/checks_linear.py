@@ -17,7 +17,7 @@ from tests.simt import reference
 from tests.simt.kit import Check, Kit, host_tensor, normal, step_of
 from tests.simt.reference import Float64
 
-F32, Q8_0, Q4_0, Q4_1 = Encoding.F32, Encoding.Q8_0, Encoding.Q4_0, Encoding.Q4_1
+F32, Q8_0, Q5_0, Q4_0, Q4_1 = Encoding.F32, Encoding.Q8_0, Encoding.Q5_0, Encoding.Q4_0, Encoding.Q4_1
 
 
 def unpacked(kit: Kit, matrix: Matrix) -> tuple[npt.NDArray[np.int64], Float64, Float64]:
@@ -102,7 +102,7 @@ CHECKS: dict[str, Check] = {
     **{f"packing {'+'.join(encodings)} {cols} as {format}":
        partial(packing, encodings=encodings, cols=cols, format=format)
        for encodings, format in [((Q8_0,), "Int8"), ((Q4_0,), "Int4"), ((Q4_1,), "Int4Min"), ((Q4_0, Q8_0), "Int8"),
-                                 ((Q4_1, Q4_0, Q4_1), "Int4Min")]
+                                 ((Q4_1, Q4_0, Q4_1), "Int4Min"), ((Q5_0,), "Int8"), ((Q8_0, Q5_0, Q4_0), "Int8")]
        for cols in (32, 96, 256)},
     **{f"linear {name} {r}x{n}x{k}": partial(linear, encodings=e, rows=r, n=n, k=k, out_type="")
        for (name, e), (r, n, k) in product(FORMATS.items(), SHAPES)},

@@ -49,7 +49,10 @@ INSTANCES: dict[str, list[str]] = {
     + [f"cast<{t}>" for t in TYPES],
     "skinny_gemm": _skinny(),
     "dequantize": [f"dequantize<{t},{w}>" for t, w in product(TYPES, FORMATS[1:])],
-    "repack": [f"repack<{pair}>" for pair in ("Q8_0,Int8", "Q4_0,Int8", "Q4_0,Int4", "Q4_0,Int4Min", "Q4_1,Int4Min")],
+    "repack": [
+        f"repack<{pair}>"
+        for pair in ("Q8_0,Int8", "Q5_0,Int8", "Q4_0,Int8", "Q4_0,Int4", "Q4_0,Int4Min", "Q4_1,Int4Min")
+    ],
     "sampling": ["sample<1024>", "adjust<1024>"],
     "logprobs": ["logprobs<1024>"],
     "seats": ["reset_seat"],

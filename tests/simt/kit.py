@@ -102,7 +102,7 @@ def host_tensor(seed: int, rows: int, cols: int, encoding: Encoding) -> HostTens
         return HostTensor.from_array("weight", rng.standard_normal((rows, cols)).astype(np.float32))
     block = BLOCKS[encoding]
     data = rng.integers(0, 256, (rows, cols // block.weights, block.nbytes), np.uint8)
-    unit = 1 / 74 if encoding is Encoding.Q8_0 else 1 / 4.6  # the standard deviation of the integers
+    unit = 1 / {Encoding.Q8_0: 74, Encoding.Q5_0: 9.2}.get(encoding, 4.6)  # the standard deviation of the integers
     for at, size in ((0, unit), (2, -1.0))[: 2 if encoding is Encoding.Q4_1 else 1]:
         numbers = rng.uniform(0.5, 1.5, data.shape[:2]) * size
         data[..., at : at + 2] = numbers.astype(np.float16)[..., None].view(np.uint8)

@@ -132,7 +132,15 @@ def test_same_tokens_as_the_numpy_backend(family: str, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(
     ("encoding", "compute"),
-    [("BF16", "bf16"), ("Q8_0", "bf16"), ("Q8_0", "half"), ("Q4_0", "half"), ("Q4_1", "half"), ("Q6_K", "half")],
+    [
+        ("BF16", "bf16"),
+        ("Q8_0", "bf16"),
+        ("Q8_0", "half"),
+        ("Q5_0", "half"),
+        ("Q4_0", "half"),
+        ("Q4_1", "half"),
+        ("Q6_K", "half"),
+    ],
 )
 def test_encodings(encoding: str, compute: str) -> None:
     """Quantized files stay quantized, bfloat16 files compute in bfloat16. Q6_K is rounded to 16 bits: less is sure."""

@@ -417,10 +417,13 @@ class TestBackend:
         assert backend.nbytes(backend.prepare_vector(HostTensor.from_array("v", normal(0, 8)))) == 32
         assert backend.nbytes(backend.prepare_rope(np.ones(4), scale=1.0, max_len=10)) == 2 * 4 * 10 * 4
 
-    def test_a_quantized_matrix_takes_what_its_file_takes_but_for_padding(self) -> None:
-        checkpoint = load_dummy("dummy:smollm2-135m:Q4_1").checkpoint
-        tensor = checkpoint.tensor("model.layers.0.mlp.down_proj.weight")
-        assert cuda_backend().nbytes(cuda_backend().prepare_linear([tensor])) == tensor.data.nbytes
+    @pytest.mark.parametrize(
+        ("encoding", "bits"),
+        [("Q4_0", 4.5), ("Q4_1", 5), ("Q8_0", 8.5), ("Q5_0", 8.5), ("Q5_1", 16), ("Q6_K", 16), ("BF16", 16)],
+    )
+    def test_bits_of_a_weight_by_the_files_encoding(self, encoding: str, bits: float) -> None:
+        tensor = load_dummy(f"dummy:smollm2-135m:{encoding}").checkpoint.tensor("model.layers.0.mlp.down_proj.weight")
+        assert 8 * cuda_backend().nbytes(cuda_backend().prepare_linear([tensor])) == bits * tensor.rows * tensor.cols
 
     def test_free_memory_leaves_room_for_workspace_and_graphs(self) -> None:
         gc.collect()
@@ -462,7 +465,7 @@ class TestBackend:
         with pytest.raises(BackendError, match=r"GPU memory is full.*memory_fraction"):
             backend.build(loaded.forward, loaded.spec, LIMITS)
         tensor = load_dummy("dummy:smollm2-135m:F16").checkpoint.tensor("model.layers.0.mlp.down_proj.weight")
-        with pytest.raises(BackendError, match=r"GPU memory is full.*weights don't fit"):
+        with pytest.raises(BackendError, match=r"GPU memory is full.*weights don't fit.*Q8_0.*16 bits a weight"):
             backend.prepare_linear([tensor])
 
     def test_closing_twice_frees_everything_once(self) -> None:

@@ -29,6 +29,10 @@ from minserve.backend.tensor import Encoding, HostTensor
 MAX_HEAD_DIM = 256
 MAX_REQUESTS = 65535  # blocks of a grid along y and z
 RESERVED_BYTES = 128 << 20  # graphs, modules, what a step allocates by the way: not for the KV cache
+WEIGHTS_ADVICE = (
+    "The weights don't fit: take a smaller model, or a GGUF file in Q8_0, Q5_0, Q4_0 or Q4_1, which stays quantized; "
+    "every other encoding (Q4_K_M's too) takes 16 bits a weight on a GPU."
+)
 PEAK_COPY_BYTES = 1 << 28  # read, and as many written
 PEAK_COPY_BLOCK = 1 << 16
 PEAK_GEMM = 4096  # a product of three square matrices of this size
@@ -109,7 +113,7 @@ class CudaBackend:
     def prepare_linear(
         self, tensors: Sequence[HostTensor], bias: HostTensor | None = None, *, pairs: bool = False
     ) -> Matrix:
-        with self._memory("The weights don't fit: take a smaller model, or one with quantized weights."):
+        with self._memory(WEIGHTS_ADVICE):
             return self._uploader(tensors[0]).matrix(tensors, bias, pairs=pairs)
 
     def prepare_embedding(self, tensor: HostTensor, *, tied: bool) -> Matrix:

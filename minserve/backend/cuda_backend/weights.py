@@ -1,7 +1,9 @@
 """Weights on the device: a file's encodings brought into the layouts of kernels_cuda/weights.cuh.
 
 Owns the choice of layout and the upload. Quantized matrices keep the file's integers, scales and minima bit for bit
-(Q8_0, Q4_0, Q4_1); every other encoding becomes the compute type. It must not know models or what uses a weight.
+(Q8_0, Q5_0, Q4_0, Q4_1). Every other encoding becomes the compute type, 16 bits a weight: the scales of Q4_K, Q5_K and
+Q6_K, products of two numbers, don't fit into 16 bits, and Q5_1 would need a minimum beside 8-bit integers. It must not
+know models or what uses a weight.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ def choose_format(tensors: Sequence[HostTensor]) -> str:
         return "Int4"
     if encodings <= {Encoding.Q4_0, Encoding.Q4_1}:
         return "Int4Min"
-    if encodings <= {Encoding.Q4_0, Encoding.Q8_0}:
+    if encodings <= {Encoding.Q4_0, Encoding.Q5_0, Encoding.Q8_0}:
         return "Int8"
     return "Dense"
 
