@@ -1,4 +1,4 @@
-"""batch: a file of requests, answered without a server."""
+"""batch: a file of requests, answered by an engine of its own or by a server."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from minserve.commands.options import read_settings, settings_options
+from minserve.commands.options import fail, read_settings, settings_options
 
 
 @click.command()
@@ -17,9 +17,16 @@ from minserve.commands.options import read_settings, settings_options
 @click.option("--model", help="Which model. [default: as configured]")
 @click.option("--concurrency", type=click.IntRange(min=1), help="Lines at once. [default: twice max-num-seqs]")
 @click.option("--api-key", envvar="MINSERVE_API_KEY", help="Whose account pays, where keys are configured.")
+@click.option("--url", help="A server that runs, as http://127.0.0.1:8000. [default: an engine of this process]")
 @settings_options
 def batch(
-    source: Path, target: Path, model: str | None, concurrency: int | None, api_key: str | None, **options: Any
+    source: Path,
+    target: Path,
+    model: str | None,
+    concurrency: int | None,
+    api_key: str | None,
+    url: str | None,
+    **options: Any,
 ) -> None:
     """Answer every line of IN.JSONL (OpenAI's batch format) into OUT.JSONL, in the bulk pool.
 
@@ -31,6 +38,8 @@ def batch(
 
     from minserve.server.batch_file import Batch, run
 
+    if url is not None and model is not None:
+        fail("--url and --model exclude each other: a server has its model")
     settings = read_settings(options, model)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
@@ -42,7 +51,8 @@ def batch(
         def say(line: str) -> None:
             bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-        status = run(settings.config, Batch(source, target, concurrency, api_key), progress=progress, say=say)
+        work = Batch(source, target, concurrency, api_key, url)
+        status = run(settings.config, work, progress=progress, say=say)
     sys.exit(status)
 
 

@@ -1,40 +1,31 @@
-"""`minserve batch`: a file of requests through the gateway, in this process, into the bulk pool.
+"""`minserve batch`: a file of requests into the bulk pool, of an engine of this process or of a server that runs.
 
 Owns how many lines run at once, what is tried again, and how a run stops: a signal lets running lines finish for a
-while, and what is not in the results file then is run next time, on whatever machine. Lines take the same way as HTTP
-requests (`calls.py`, `gateway.py`): the same checks, caps and ledger rows.
+while, and what is not in the results file then is run next time, on whatever machine. It must not know who answers
+(`batch_answers.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import sys
 from collections.abc import Callable, Iterator, Set
-from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass, replace
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
+from dataclasses import dataclass
 from enum import IntEnum
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from minserve.backend.base import BackendError
 from minserve.config import Config
-from minserve.economics.keys import Identity
 from minserve.observe.log import setup
-from minserve.request import Pool, RequestError
+from minserve.request import RequestError
+from minserve.server.batch_answers import Answers, engine_answers
 from minserve.server.batch_lines import BatchError, Key, Line, Results, answered, faulty, read_lines, read_results, scan
-from minserve.server.calls import Calls
-from minserve.server.errors import error_body, unexpected
-from minserve.server.json_body import parse_object
-from minserve.server.serve import FAULTS, Say, install_signals, opened
-from minserve.server.services import Services
+from minserve.server.batch_server import server_answers
+from minserve.server.serve import FAULTS, Say, install_signals
 
-log = logging.getLogger("minserve.batch")
-
-_READERS = 32  # lines that are tokenized at once; the tokenizer's queue is short
 _MAX_PAUSE_S = 60.0
 _DRAIN_SHARE = 0.8  # of timeouts.drain_s; the rest is for settling and writing
 _NOT_NOW = frozenset({"draining", "shutting_down"})
@@ -53,12 +44,16 @@ class Status(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """source, target: input and results files. concurrency: lines that run at once. api_key: whose account pays."""
+    """source, target: input and results files. concurrency: lines that run at once. api_key: whose account pays.
+
+    url: the server that answers; None: an engine of this process.
+    """
 
     source: Path
     target: Path
     concurrency: int | None = None
     api_key: str | None = None
+    url: str | None = None
 
 
 def run(config: Config, batch: Batch, *, progress: Progress, say: Say) -> int:
@@ -91,10 +86,10 @@ async def _run(config: Config, batch: Batch, progress: Progress, say: Say) -> St
     async with AsyncExitStack() as cleanup:
         results = Results(batch.target)  # before anything is loaded: a file that can't be written is said at once
         cleanup.push_async_callback(results.close)
-        services = await cleanup.enter_async_context(opened(config, say, stop))
-        if services is None:
+        answers = await cleanup.enter_async_context(_answers(config, batch, say, stop))
+        if answers is None:
             return Status.STOPPED
-        runner = Runner(services, batch, results, asked)
+        runner = Runner(config, batch, answers, results, asked)
         await runner.run(stop, progress, say)
     if (fault := runner.fault or results.failure) is not None:
         raise fault
@@ -104,20 +99,26 @@ async def _run(config: Config, batch: Batch, progress: Progress, say: Say) -> St
     return Status.FAILED if results.failed else Status.COMPLETE
 
 
+def _answers(
+    config: Config, batch: Batch, say: Say, stop: asyncio.Event
+) -> AbstractAsyncContextManager[Answers | None]:
+    if batch.url is None:
+        return engine_answers(config, batch.api_key, say, stop)
+    return server_answers(batch.url, batch.api_key)
+
+
 class Runner:
     """fault: why no line can be run any more, if that is so."""
 
-    def __init__(self, services: Services, batch: Batch, results: Results, asked: Set[Key]) -> None:
+    def __init__(self, config: Config, batch: Batch, answers: Answers, results: Results, asked: Set[Key]) -> None:
         self.fault: BackendError | None = None
-        self._s = services
-        self._calls = Calls(services)
-        self._identity = _bulk(services, batch.api_key)
+        self._answers = answers
+        self._patience = config.timeouts.drain_s * _DRAIN_SHARE
         self._results = results
-        self._concurrency = batch.concurrency or 2 * services.config.engine.max_num_seqs
-        self._lines = read_lines(batch.source, services.config.limits.max_body_bytes)
+        self._concurrency = batch.concurrency or 2 * config.engine.max_num_seqs
+        self._lines = read_lines(batch.source, config.limits.max_body_bytes)
         self._total = len(asked)
         self._finished = len(asked & results.done)
-        self._reading = asyncio.Semaphore(_READERS)
         self._stop = asyncio.Event()
         self._progress: Progress = lambda *_: None
         self._say: Say = print
@@ -133,11 +134,9 @@ class Runner:
         await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
         if not working.done():
-            patience = self._s.config.timeouts.drain_s * _DRAIN_SHARE
-            say(f"Stopping: what runs has {patience:g} s to end. Press Ctrl-C again to exit at once.")
-            await self._s.engine.drain(patience)
+            say(f"Stopping: what runs has {self._patience:g} s to end. Press Ctrl-C again to exit at once.")
+            await self._answers.end(self._patience)
         await working
-        await self._s.gateway.settled(self._s.config.timeouts.step_s)
 
     def _todo(self) -> Iterator[Line]:
         """Lines without a result, until the run stops or can't write."""
@@ -162,33 +161,26 @@ class Runner:
     async def _answer(self, line: Line) -> dict[str, Any] | None:
         """The line's result; None if it has to wait for the next run."""
         while True:
-            arrival = self._calls.arrival(line.url, self._identity)
             try:
-                with self._s.gateway.refusals(arrival) as known:
-                    async with self._reading:
-                        prepared = await self._calls.prepare(known, parse_object(line.body), {})
-                    if prepared.stream:
-                        raise RequestError("A line of a batch can't be streamed.", param="stream")
-                body, generation = await self._calls.whole(prepared)
-            except RequestError as error:
-                if error.code in _NOT_NOW:
-                    return None
-                if error.code == "engine_failed":
-                    self.fault = BackendError(error.message)
-                    self._stop.set()
-                    return None
-                if error.status == HTTPStatus.TOO_MANY_REQUESTS and not _worth_waiting(error):
-                    self._unpaid(line, error)
-                    return None
-                if not _worth_waiting(error):
-                    return answered(line, arrival.id, error.status, error_body(error))
+                reply = await self._answers.answer(line)
+            except BackendError as fault:
+                self.fault = fault
+                self._stop.set()
+                return None
+            error = reply.error
+            if error is None:
+                return answered(line, reply.id, reply.status, reply.body, reply.degraded)
+            if error.code in _NOT_NOW:
+                self._stop.set()
+                return None
+            if _worth_waiting(error):
                 if await self._stopped_within(min(_MAX_PAUSE_S, error.retry_after or 0.0)):
                     return None
-            except Exception as error:
-                log.exception("line %d failed", line.number)
-                return answered(line, arrival.id, 500, error_body(unexpected(error)))
+            elif error.status == HTTPStatus.TOO_MANY_REQUESTS:
+                self._unpaid(line, error)
+                return None
             else:
-                return answered(line, arrival.id, 200, body, generation.degraded)
+                return answered(line, reply.id, reply.status, reply.body)
 
     def _unpaid(self, line: Line, error: RequestError) -> None:
         """A budget is used up: the line waits for another run, when that is larger or new. Said once."""
@@ -205,9 +197,3 @@ class Runner:
 def _worth_waiting(error: RequestError) -> bool:
     """A full queue or a minute's cap passes; an exhausted budget does not."""
     return error.status in (429, 503) and error.retry_after is not None and error.should_retry is not False
-
-
-def _bulk(services: Services, api_key: str | None) -> Identity:
-    """The account that pays, with bulk as its pool. RequestError 401 if keys are configured and this is none."""
-    identity = services.accounting.identify(f"Bearer {api_key}" if api_key else None)
-    return replace(identity, account=msgspec.structs.replace(identity.account, pool=Pool.BULK.value))

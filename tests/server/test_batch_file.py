@@ -9,16 +9,21 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from minserve.config import AccountConfig, Config, DegradationConfig, LimitConfig
+from minserve.backend.base import BackendError
+from minserve.config import AccountConfig, Config, DegradationConfig, LimitConfig, TimeoutsConfig
 from minserve.request import FinishReason, RequestError, Submission
+from minserve.server.batch_answers import Answers, EngineAnswers
 from minserve.server.batch_file import Batch, Runner, Status, run
 from minserve.server.batch_lines import BatchError, Line, Results, answered, faulty, read_lines, read_results, scan
-from tests.server.fakes import CHAT, COMPLETION, FakeEngine, FakeStream, keyed, say, serving
+from minserve.server.batch_server import server_answers
+from tests.server.fakes import CHAT, COMPLETION, FakeEngine, FakeStream, Server, keyed, say, serving
 
 WIDE = 1 << 20
 
@@ -106,21 +111,6 @@ def test_results_that_can_not_be_written_are_said_before_the_model_is_loaded(
     assert lines == ["1 lines, 0 of them done before"]
 
 
-async def test_a_disk_that_is_full_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(_: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    source = write(tmp_path / "in.jsonl", *(line(f"r{i}") for i in range(40)))
-    async with serving() as server:
-        results = Results(tmp_path / "out.jsonl")
-        monkeypatch.setattr(os, "fsync", full)
-        runner = Runner(server.services, Batch(source, tmp_path / "out.jsonl", 1), results, scan(source, WIDE))
-        await asyncio.wait_for(runner.run(asyncio.Event(), lambda *_: None, SAID.append), 20)
-        await results.close()
-    assert results.failure is not None
-    assert results.failure.errno == 28
-
-
 # -- a run
 
 
@@ -136,31 +126,64 @@ async def submitted(engine: FakeEngine, count: int) -> None:
     raise AssertionError(f"{len(engine.submissions)} lines were submitted")
 
 
+BULK = AccountConfig(pools=("bulk",))
+
+
+@pytest.fixture(params=["engine", "server"])
+def way(request: pytest.FixtureRequest) -> str:
+    """Who answers: the engine of this process, or a server."""
+    return str(request.param)
+
+
+@asynccontextmanager
+async def running(
+    way: str, server: Server, source: Path, target: Path, **batch: Any
+) -> AsyncIterator[tuple[Runner, Results]]:
+    """A run that may begin, and its results, which are on the disk when the block has ended."""
+    asked = Batch(source, target, **batch)
+    async with AsyncExitStack() as cleanup:
+        results = Results(target)
+        cleanup.push_async_callback(results.close)
+        if way == "engine":
+            answers: Answers = EngineAnswers(server.services, asked.api_key)
+        else:
+            answers = await cleanup.enter_async_context(server_answers(server.url, asked.api_key))
+        yield Runner(server.services.config, asked, answers, results, scan(source, WIDE)), results
+
+
 async def run_batch(
-    server: Any, source: Path, target: Path, stop: asyncio.Event | None = None, **batch: Any
+    way: str, server: Server, source: Path, target: Path, stop: asyncio.Event | None = None, **batch: Any
 ) -> Results:
-    results = Results(target)
-    try:
-        runner = Runner(server.services, Batch(source, target, **batch), results, scan(source, WIDE))
+    async with running(way, server, source, target, **batch) as (runner, results):
         await asyncio.wait_for(runner.run(stop or asyncio.Event(), lambda *_: None, SAID.append), 20)
-    finally:
-        await results.close()
-    return results
+        return results
 
 
-async def test_a_result_says_what_was_cut_under_load(tmp_path: Path) -> None:
+async def test_a_disk_that_is_full_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    source = write(tmp_path / "in.jsonl", *(line(f"r{i}") for i in range(40)))
+    async with serving() as server:
+        monkeypatch.setattr(os, "fsync", full)
+        results = await run_batch("engine", server, source, tmp_path / "out.jsonl", concurrency=1)
+    assert results.failure is not None
+    assert results.failure.errno == 28
+
+
+async def test_a_result_says_what_was_cut_under_load(way: str, tmp_path: Path) -> None:
     target = tmp_path / "out.jsonl"
     source = write(tmp_path / "in.jsonl", line("long"), line("short", COMPLETION | {"max_tokens": 2}))
     degradation = DegradationConfig(enabled=True, shrink_to=3)
-    async with serving(degradation=degradation, local=AccountConfig(allow_shrink=True)) as server:
+    async with serving(degradation=degradation, local=AccountConfig(allow_shrink=True, pools=("bulk",))) as server:
         server.engine.seconds = 0.6 * server.services.config.pools.interactive.queue_timeout_s
-        await run_batch(server, source, target)
+        await run_batch(way, server, source, target)
     found = {result["custom_id"]: result["response"] for result in results_of(target)}
     assert (found["long"]["degraded"], found["long"]["body"]["usage"]["completion_tokens"]) == ("shrink", 3)
     assert "degraded" not in found["short"]
 
 
-async def test_every_line_gets_one_result_in_openais_form(tmp_path: Path) -> None:
+async def test_every_line_gets_one_result_in_openais_form(way: str, tmp_path: Path) -> None:
     target = tmp_path / "out.jsonl"
     source = write(
         tmp_path / "in.jsonl",
@@ -171,8 +194,8 @@ async def test_every_line_gets_one_result_in_openais_form(tmp_path: Path) -> Non
         line("range", COMPLETION | {"temperature": 9}),
         line("other", COMPLETION | {"model": "gpt-4o"}),
     )
-    async with serving() as server:
-        results = await run_batch(server, source, target)
+    async with serving(local=BULK) as server:
+        results = await run_batch(way, server, source, target)
         rows = {row.id: row for row in server.rows}
     found = {each["custom_id"]: each for each in results_of(target)}
     assert (len(found), results.failed) == (6, 4)
@@ -186,21 +209,24 @@ async def test_every_line_gets_one_result_in_openais_form(tmp_path: Path) -> Non
     row = rows[found["text"]["response"]["request_id"]]
     assert (row.pool, row.finish, row.completion_tokens) == ("bulk", "stop", 5)
     assert {row.status for row in rows.values()} == {200, 400, 404}
+    assert {row.pool for row in rows.values()} == {"bulk"}
 
 
-async def test_no_more_lines_run_at_once_than_allowed(tmp_path: Path) -> None:
+async def test_no_more_lines_run_at_once_than_allowed(way: str, tmp_path: Path) -> None:
     source = write(tmp_path / "in.jsonl", *(line(f"r{i}") for i in range(10)))
-    async with serving(FakeEngine(None)) as server:
-        running = asyncio.create_task(run_batch(server, source, tmp_path / "out.jsonl", concurrency=3))
+    async with serving(FakeEngine(None), local=BULK) as server:
+        run = asyncio.create_task(run_batch(way, server, source, tmp_path / "out.jsonl", concurrency=3))
         for count in (3, 6, 9, 10):
             await submitted(server.engine, count)
             assert len(server.engine.streams) == (3 if count < 10 else 1)
             for stream in server.engine.streams.values():
                 stream.push(*say("Hi")(stream.submission)[-1])
-        assert len((await running).done) == 10
+        assert len((await run).done) == 10
 
 
-async def test_a_full_queue_is_waited_for_and_an_exhausted_budget_waits_for_another_run(tmp_path: Path) -> None:
+async def test_a_full_queue_is_waited_for_and_an_exhausted_budget_waits_for_another_run(
+    way: str, tmp_path: Path
+) -> None:
     class Busy(FakeEngine):
         def submit(self, submission: Submission) -> FakeStream:
             self.refusal = (
@@ -209,59 +235,110 @@ async def test_a_full_queue_is_waited_for_and_an_exhausted_budget_waits_for_anot
             return super().submit(submission)
 
     source = write(tmp_path / "in.jsonl", line("a"), line("b"), line("c", COMPLETION | {"max_tokens": 500}))
-    local = AccountConfig(limits=(LimitConfig(period="day", tokens=100),))
+    local = AccountConfig(pools=("bulk",), limits=(LimitConfig(period="day", tokens=100),))
     async with serving(Busy(), local=local) as server:
-        await run_batch(server, source, tmp_path / "out.jsonl", concurrency=1)
+        await run_batch(way, server, source, tmp_path / "out.jsonl", concurrency=1)
     found = {each["custom_id"]: each["response"] for each in results_of(tmp_path / "out.jsonl")}
     assert {name: each["status_code"] for name, each in found.items()} == {"a": 200, "b": 200}
-    async with serving(FakeEngine()) as server:  # a larger budget: the line that could not be paid is run now
-        await run_batch(server, source, tmp_path / "out.jsonl")
+    async with serving(FakeEngine(), local=BULK) as server:  # a larger budget: the line is run now
+        await run_batch(way, server, source, tmp_path / "out.jsonl")
     found = {each["custom_id"]: each["response"] for each in results_of(tmp_path / "out.jsonl")}
     assert {name: each["status_code"] for name, each in found.items()} == {"a": 200, "b": 200, "c": 200}
 
 
-async def test_a_key_pays_where_keys_are_configured(tmp_path: Path) -> None:
+async def test_a_key_pays_where_keys_are_configured(way: str, tmp_path: Path) -> None:
     source = write(tmp_path / "in.jsonl", line("a"))
-    async with serving(keys={"ann": keyed("ms-1")}) as server:
-        with pytest.raises(RequestError, match="API key"):
-            await run_batch(server, source, tmp_path / "out.jsonl")
-        await run_batch(server, source, tmp_path / "out.jsonl", api_key="ms-1")
-        assert [(row.key, row.pool) for row in server.rows] == [("ann", "bulk")]
+    async with serving(keys={"ann": keyed("ms-1", pools=("bulk",))}) as server:
+        with pytest.raises((RequestError, BatchError), match="API key"):
+            await run_batch(way, server, source, tmp_path / "out.jsonl")
+        await run_batch(way, server, source, tmp_path / "out.jsonl", api_key="ms-1")
+        assert (server.rows[-1].key, server.rows[-1].pool) == ("ann", "bulk")
 
 
-async def test_what_runs_too_long_after_a_stop_is_left_for_the_next_run(tmp_path: Path) -> None:
+async def test_what_runs_too_long_after_a_stop_is_left_for_the_next_run(way: str, tmp_path: Path) -> None:
     source = write(tmp_path / "in.jsonl", *(line(f"r{i}") for i in range(8)))
     target, stop = tmp_path / "out.jsonl", asyncio.Event()
-    async with serving(FakeEngine(None)) as server:
-        running = asyncio.create_task(run_batch(server, source, target, stop, concurrency=4))
+    timeouts = TimeoutsConfig(drain_s=0.5)
+    async with serving(FakeEngine(None), local=BULK, timeouts=timeouts) as server:
+        run = asyncio.create_task(run_batch(way, server, source, target, stop, concurrency=4))
         await submitted(server.engine, 4)
         first = next(iter(server.engine.streams.values()))
         first.push(*say("Hi")(first.submission)[-1])
         await submitted(server.engine, 5)  # the first is done, a fifth has taken its place
         stop.set()
-        results = await running
+        results = await run
         assert results.done == {"r0"}
-        assert SAID[-1].startswith("Stopping: what runs has ")
-    async with serving() as server:
-        results = await run_batch(server, source, target)
+        assert SAID[-1].startswith("Stopping: what runs has 0.4 s")
+        await server.settled()  # a server has been told that nobody waits any more
+    async with serving(local=BULK) as server:
+        results = await run_batch(way, server, source, target)
     assert sorted(each["custom_id"] for each in results_of(target)) == [f"r{i}" for i in range(8)]
     assert not results.failed
 
 
-async def test_a_line_that_fails_while_it_runs_has_an_error_and_a_dead_engine_ends_the_run(tmp_path: Path) -> None:
+async def test_a_line_that_fails_while_it_runs_has_an_error_and_a_dead_engine_ends_the_run(
+    way: str, tmp_path: Path
+) -> None:
     source = write(tmp_path / "in.jsonl", line("a"), line("b"))
     target = tmp_path / "out.jsonl"
-    async with serving(FakeEngine(None)) as server:
-        results = Results(target)
-        runner = Runner(server.services, Batch(source, target, 1), results, scan(source, WIDE))
-        running = asyncio.create_task(runner.run(asyncio.Event(), lambda *_: None, SAID.append))
+    async with (
+        serving(FakeEngine(None), local=BULK) as server,
+        running(way, server, source, target, concurrency=1) as (runner, _),
+    ):
+        run = asyncio.create_task(runner.run(asyncio.Event(), lambda *_: None, SAID.append))
         (await server.engine.stream()).end(FinishReason.ERROR, RequestError("bad step", status=500, code="step_failed"))
         await submitted(server.engine, 2)
         (await server.engine.stream()).end(FinishReason.ERROR, RequestError("dead", status=503, code="engine_failed"))
-        await asyncio.wait_for(running, 5)
-        await results.close()
+        await asyncio.wait_for(run, 5)
     assert [each["response"]["status_code"] for each in results_of(target)] == [500]
-    assert str(runner.fault) == "dead"
+    assert str(runner.fault).endswith("dead")
+
+
+# -- a server
+
+
+async def test_a_server_that_drains_leaves_the_rest_for_another_run(tmp_path: Path) -> None:
+    source, target = write(tmp_path / "in.jsonl", *(line(f"r{i}") for i in range(9))), tmp_path / "out.jsonl"
+    async with serving(local=BULK) as server, running("server", server, source, target) as (runner, results):
+        server.engine.refusal = RequestError("Going.", status=503, code="draining", retry_after=5)
+        await asyncio.wait_for(runner.run(asyncio.Event(), lambda *_: None, SAID.append), 5)
+    assert (results.done, runner.fault) == (set(), None)
+
+
+async def test_a_server_that_is_gone_or_is_another_ends_the_run_and_fails_no_line(tmp_path: Path) -> None:
+    source, target = write(tmp_path / "in.jsonl", line("a"), line("b")), tmp_path / "out.jsonl"
+    async with serving(local=BULK) as server:
+        with pytest.raises(BatchError, match=r"/nowhere: There is no such route\."):
+            async with server_answers(server.url + "/nowhere", None):
+                pass
+        async with server_answers(server.url + "/v1/", None):
+            pass
+        async with running("server", server, source, target) as (runner, results):
+            await server.site.close()
+            await asyncio.wait_for(runner.run(asyncio.Event(), lambda *_: None, SAID.append), 5)
+    assert "can't be reached" in str(runner.fault)
+    assert not results.done
+    with pytest.raises(BackendError, match="can't be reached"):
+        async with server_answers(server.url, None):
+            pass
+
+
+def test_a_server_that_is_not_there_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write(tmp_path / "in.jsonl", line("a"))
+    batch = Batch(source, tmp_path / "out.jsonl", url="http://127.0.0.1:1")
+    assert run(Config(), batch, progress=lambda *_: None, say=SAID.append) == Status.FAILED
+    assert "http://127.0.0.1:1 can't be reached" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("pool", "ends"), [(None, True), ("bulk", False)])
+async def test_an_account_without_bulk_is_said_once_unless_the_line_asked_for_it(
+    tmp_path: Path, pool: str | None, ends: bool
+) -> None:
+    source, target = write(tmp_path / "in.jsonl", line("a", COMPLETION | {"pool": pool})), tmp_path / "out.jsonl"
+    async with serving() as server, running("server", server, source, target) as (runner, results):
+        await asyncio.wait_for(runner.run(asyncio.Event(), lambda *_: None, SAID.append), 5)
+    assert (runner.fault is not None, results.done) == (ends, set() if ends else {"a"})
+    assert not ends or "`pools`" in str(runner.fault)
 
 
 # -- the process
