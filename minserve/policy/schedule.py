@@ -23,7 +23,7 @@ The rules, in the order in which they are applied:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from minserve.policy import turns
 from minserve.policy.limits import Limits, PoolLimits
@@ -50,12 +50,18 @@ def plan_step(
     return plan.result()
 
 
+def _by_pool(views: Iterable[View]) -> dict[Pool, list[View]]:
+    lines: dict[Pool, list[View]] = {pool: [] for pool in POOLS}
+    for view in sorted(views, key=order):
+        lines[view.pool].append(view)
+    return lines
+
+
 class _Planner:
     def __init__(
         self, step: int, running: Sequence[View], waiting: Sequence[View], free_blocks: int, limits: Limits
     ) -> None:
-        self.step = step
-        self.limits = limits
+        self.step, self.limits = step, limits
         waiting = sorted(waiting, key=order)
         self.exhausted = [view.id for view in waiting if view.known > limits.capacity]
         waiting = [view for view in waiting if view.known <= limits.capacity]
@@ -63,14 +69,10 @@ class _Planner:
         waiting = [view for view in waiting if view.pool not in limits.paused]
         self.alone = len(running) == 1
         self.room = Room(running, waiting, free_blocks, limits)
-        self.decoding: dict[Pool, list[View]] = {pool: [] for pool in POOLS}
-        self.prompt: dict[Pool, list[View]] = {pool: [] for pool in POOLS}
-        for view in sorted(running, key=order):
-            if view.pool not in limits.paused:
-                (self.decoding if view.known - view.computed == 1 else self.prompt)[view.pool].append(view)
-        self.waiting: dict[Pool, list[View]] = {pool: [] for pool in POOLS}
-        for view in waiting:
-            self.waiting[view.pool].append(view)
+        served = [view for view in running if view.pool not in limits.paused]
+        self.decoding = _by_pool(view for view in served if view.known - view.computed == 1)
+        self.prompt = _by_pool(view for view in served if view.known - view.computed != 1)
+        self.waiting = _by_pool(waiting)
         decodes = sum(len(views) for views in self.decoding.values())
         self.wanting = {pool: self.prompt[pool] + [v for v in self.waiting[pool] if not v.blocked] for pool in POOLS}
         self.below = turns.below(self.decoding)
@@ -88,9 +90,8 @@ class _Planner:
         self.kept = 0  # prompt tokens that higher pools left to lower ones
         # Every seat in use keeps a row; what is beyond them may go to scored rows and drafts.
         forks = sum(len(view.forks) for view in (*running, *waiting))
-        self.spare_rows = self.rows = max(
-            0, limits.max_rows - min(limits.max_seqs, len(running) + len(waiting) + forks)
-        )
+        seats = min(limits.max_seqs, len(running) + len(waiting) + forks)
+        self.spare_rows = self.rows = max(0, limits.max_rows - seats)
         self.rested: list[View] = []  # decodes without their token because of a higher pool's prompt
         self.granted: list[Part] = []  # those with a chunk, in the order of the plan
         self.admitted: list[str] = []
