@@ -1,20 +1,28 @@
 """The models we know, by Hugging Face's model_type. Start with README.md, then llama.py.
 
-Owns the registry. A family is one class: it takes a checkpoint, a backend and the longest sequence, and has a `spec`
-and a `forward` (see parts.Model).
+Owns the registry. A family is one class: it takes a checkpoint, a backend and the longest sequence, and is a Model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
-from minserve.backend.base import Backend, Checkpoint, CheckpointError
+from minserve.backend.base import Backend, Checkpoint, CheckpointError, Handle, LayerKV, ModelSpec, Operations
 from minserve.models.gemma3 import Gemma3
 from minserve.models.llama import Llama
-from minserve.models.parts import Model
 from minserve.models.phi3 import Phi3
 from minserve.models.qwen2 import Qwen2
 from minserve.models.qwen3 import Qwen3
+
+
+class Model(Protocol):
+    """A loaded model. forward is a `Forward` of the backend's contract."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+    def forward(self, ops: Operations, batch: Any, kv: Sequence[LayerKV]) -> Handle: ...
+
 
 Family = Callable[[Checkpoint, Backend, int], Model]
 

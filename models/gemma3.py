@@ -24,7 +24,8 @@ from minserve.backend.base import (
     Weight,
 )
 from minserve.backend.tensor import HostTensor
-from minserve.models.parts import Dimensions, Settings, Weights, layer_windows, model_length
+from minserve.models.checked_config import Dimensions, Settings, layer_windows, model_length
+from minserve.models.checked_weights import Weights
 from minserve.models.rope import Rope, read_rope, rope_parameters
 
 # Published configs leave out what transformers' Gemma3TextConfig has by default.

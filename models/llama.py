@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minserve.backend.base import Backend, BatchView, Checkpoint, Handle, LayerKV, Operations, Weight
-from minserve.models.parts import Dimensions, Settings, Weights, model_length
+from minserve.models.checked_config import Dimensions, Settings, model_length
+from minserve.models.checked_weights import Weights
 from minserve.models.rope import read_rope
 
 

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minserve.backend.base import Backend, BatchView, Checkpoint, Handle, Heads, LayerKV, Operations, Weight
-from minserve.models.parts import Dimensions, Settings, Weights, layer_windows, model_length
+from minserve.models.checked_config import Dimensions, Settings, layer_windows, model_length
+from minserve.models.checked_weights import Weights
 from minserve.models.rope import read_rope
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from minserve.backend.base import CheckpointError
-from minserve.models.parts import Settings
+from minserve.models.checked_config import Settings
 
 Float64 = npt.NDArray[np.float64]
 

@@ -11,8 +11,7 @@ import pytest
 from minserve.backend.base import CheckpointError
 from minserve.backend.numpy_backend import NumpyBackend
 from minserve.backend.tensor import Encoding
-from minserve.models import load, parts
-from minserve.models.parts import Model
+from minserve.models import Model, checked_config, load
 from tests.models.golden import Golden, SyntheticCheckpoint, synthetic_weight
 from tests.models.test_golden import BLOCKS, REFERENCE, difference, program_for, run
 
@@ -111,7 +110,7 @@ def test_a_config_that_claims_a_huge_context_gets_no_huge_tables(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Unless the operator asks for them, which the log says."""
-    monkeypatch.setattr(parts, "MOST_ANGLES", 3200)
+    monkeypatch.setattr(checked_config, "MOST_ANGLES", 3200)
     checkpoint = changed(name, max_position_embeddings=1 << 24)
     tokens = load_numpy(checkpoint).spec.max_model_len
     assert 100 <= tokens <= 800, "heads of 8 to 64 have 4 to 32 pairs"

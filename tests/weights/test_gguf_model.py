@@ -351,7 +351,7 @@ def test_a_lying_file_is_refused_or_makes_a_model(
         struct.pack_into("<Q", content, data.draw(st.integers(0, head)), data.draw(st.sampled_from(HOSTILE[UINT64])))
     path = tmp_path_factory.getbasetemp() / "lies.gguf"
     path.write_bytes(content)
-    with bounded_memory(16 << 20), patch("minserve.models.parts.MOST_ANGLES", 1 << 16):
+    with bounded_memory(16 << 20), patch("minserve.models.checked_config.MOST_ANGLES", 1 << 16):
         try:
             loaded = load_checkpoint(path)
             Tokenizer.from_source(loaded.tokenizer)
