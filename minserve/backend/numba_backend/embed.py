@@ -1,4 +1,7 @@
-"""Looking up embeddings in packed weights, and the rotary step that fills the KV cache."""
+"""Looking up embeddings in packed weights, one number at a time.
+
+Owns the kernel, once per format. It must not know how linear layers read the same weights, 16 rows at once.
+"""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, name-defined"
 
@@ -6,18 +9,9 @@ from __future__ import annotations
 
 from minserve.backend.numba_backend.jit import Kernel, inlined, variant
 from minserve.backend.numba_backend.layout import GROUP, TOKEN_IDS
-from minserve.backend.numba_backend.linear import group_at, k_group_at
 from minserve.backend.numba_backend.mathlib import F, share
-from minserve.backend.numba_backend.simd import (
-    bf16,
-    f16,
-    f64,
-    i8,
-    i32,
-    i64,
-    set_f32,
-    u8,
-)
+from minserve.backend.numba_backend.simd_memory import bf16, f16, f64, i8, i32, i64, set_f32, u8
+from minserve.backend.numba_backend.unpack import group_at, k_group_at
 
 # -- one weight of row `lane` of a row block: k = 32 g + j
 

@@ -32,7 +32,8 @@ T_ROWS, REQUESTS, S_ROWS = 0, 1, 2  # words of the step's header: tokens, reques
 TOKEN_IDS, POSITIONS, SLOTS, STARTS, LENGTHS, TABLES, LOGIT_ROWS, REQUEST_OF, TABLE_WIDTH, HEADER = range(10)
 
 # Activation modes; those of integers say how many bytes stand for the 32 of a group:
-#   int8: p; int16: p = 256 p1 + p2; int12: three bytes for two integers, for weights of 4 bits only (see linear.py).
+#   int8: p; int16: p = 256 p1 + p2; int12: three bytes for two integers, for weights of 4 bits only
+#   (see linear_groups.py).
 AS_BF16, AS_INT8, AS_INT12, AS_INT16 = 0, 32, 48, 64
 
 

@@ -7,16 +7,8 @@ from __future__ import annotations
 import numpy as np
 
 from minserve.backend.numba_backend.jit import helper, inlined
-from minserve.backend.numba_backend.simd import (
-    fma,
-    hsum,
-    load_f32,
-    splat,
-    times_power,
-    vmax,
-    vmin,
-    vround,
-)
+from minserve.backend.numba_backend.simd_math import fma, hsum, splat, times_power, vmax, vmin, vround
+from minserve.backend.numba_backend.simd_memory import load_f32
 
 F = np.float32
 

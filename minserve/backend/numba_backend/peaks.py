@@ -12,9 +12,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from minserve.backend.numba_backend.arena import PAGE, Bytes, aligned
-from minserve.backend.numba_backend.dot import bf16_tile, dot_tile, zeros_f32, zeros_i32
+from minserve.backend.numba_backend.dot import bf16_tile, dot_tile
 from minserve.backend.numba_backend.jit import entry, inlined, kernel
-from minserve.backend.numba_backend.simd import i64, load_f32, load_u8, store_f32, store_i32
+from minserve.backend.numba_backend.simd_memory import i64, load_f32, load_u8, store_f32, store_i32
+from minserve.backend.numba_backend.tile import zeros_f32, zeros_i32
 
 READ_BYTES = 64 << 20  # beyond the caches of the machines this runs on
 DOT_LOOPS = 400_000  # some milliseconds: threads start a tenth of one apart

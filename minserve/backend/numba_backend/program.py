@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from minserve.backend.base import BackendError, Forward, ModelSpec, StepLimits
 from minserve.backend.numba_backend.arena import address, aligned
+from minserve.backend.numba_backend.emitter import Emitter
 from minserve.backend.numba_backend.kv_memory import KVMemory
 from minserve.backend.numba_backend.layout import (
     BLOCK,
@@ -33,7 +34,7 @@ from minserve.backend.numba_backend.layout import (
     TOKEN_IDS,
     width,
 )
-from minserve.backend.numba_backend.lower import Lowering
+from minserve.backend.numba_backend.lower import lower, lower_sampling
 from minserve.backend.numba_backend.recorder import Recorder, Value, sink_takes
 from minserve.backend.numba_backend.sampling import DRAW, SKIP
 from minserve.backend.numba_backend.tape import Tape
@@ -137,11 +138,11 @@ class NumbaProgram:
         result = forward(Recorder(), None, self.memory.layers)
         if not isinstance(result, Value) or result.rows != S_ROWS or result.cols != spec.vocab_size:
             raise BackendError("the forward pass must end in logits [S, vocab]")
-        lowering = Lowering(sink_takes(result), limits, self.buffers.words, accurate)
+        lowered = lower(sink_takes(result), limits, self.buffers.words, accurate)
         self.sampling = SamplingBuffers(limits.max_rows)
-        lowering.sample(spec.vocab_size, self.sampling.arrays)
-        compile_kernels(lowering, progress)
-        self.tape = Tape(lowering, threads)
+        lower_sampling(lowered, spec.vocab_size, self.sampling.arrays)
+        compile_kernels(lowered, progress)
+        self.tape = Tape(lowered, threads)
         self._logits = self.tape.view(self.tape.out, limits.max_rows, width(spec.vocab_size))
         self.team = Team(threads, self.tape, self.buffers.header)
 
@@ -205,9 +206,9 @@ class NumbaProgram:
         self.team.close()
 
 
-def compile_kernels(lowering: Lowering, progress: Callable[[str], None]) -> None:
+def compile_kernels(lowered: Emitter, progress: Callable[[str], None]) -> None:
     """Compile, or load from the cache, what the tape calls; tells progress of each that takes a while."""
-    kernels = sorted({instruction.kernel for instruction in lowering.instructions}, key=lambda k: k.name)
+    kernels = sorted({instruction.kernel for instruction in lowered.instructions}, key=lambda k: k.name)
     for number, kernel in enumerate(kernels, 1):
         if not kernel.cached:
             progress(f"compiling kernel {number} of {len(kernels)}: {kernel.name}")

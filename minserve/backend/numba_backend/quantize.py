@@ -1,7 +1,8 @@
-"""From float rows to what a linear layer reads: norm, gather, and rounding to integers or bfloat16.
+"""Rounding: from float rows to what a linear layer reads, integers or bfloat16.
 
-The norm that precedes a linear layer and the merging of attention's partial sums are computed here, row by row, while
-the row is in the cache; so they cost no pass over memory of their own.
+Owns the rounded form of a row, which layout.py lays out, and the kernel that makes it. It must not know what the row
+meets. The norm that precedes a linear layer is computed here, row by row, while the row is in the cache; so it costs no
+pass over memory of its own. (Attention's output is rounded where its parts are merged, attention_merge.py.)
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
@@ -9,42 +10,19 @@ the row is in the cache; so they cost no pass over memory of their own.
 from __future__ import annotations
 
 from minserve.backend.numba_backend.jit import helper, inlined, kernel
-from minserve.backend.numba_backend.layout import (
-    AS_BF16,
-    AS_INT12,
-    AS_INT16,
-    BLOCK,
-    CHUNK,
-    GROUP,
-    POSITIONS,
-    REQUEST_OF,
-    STARTS,
-    TILE,
-    padded_width,
-    row_bytes,
-)
-from minserve.backend.numba_backend.mathlib import F, activate, rms_scale, row_share, share, vexp2
-from minserve.backend.numba_backend.simd import (
-    f32,
+from minserve.backend.numba_backend.layout import AS_BF16, AS_INT12, AS_INT16, GROUP, TILE, row_bytes
+from minserve.backend.numba_backend.mathlib import F, rms_scale, row_share
+from minserve.backend.numba_backend.simd_math import fma, hmax, hsum, splat, vabs, vfloor, vmax, vmin, vround
+from minserve.backend.numba_backend.simd_memory import (
     f64,
-    fma,
-    hmax,
-    hsum,
     i32,
     i64,
     load_f32,
     set_f32,
     set_i32,
-    splat,
     store_bf16,
     store_f32,
     store_i8,
-    vabs,
-    vfloor,
-    vmax,
-    vmin,
-    vround,
-    zero_bytes,
 )
 
 
@@ -136,127 +114,4 @@ def quantize(tid, threads, rows, p):
         else:
             for j in range(0, padded, 16):
                 store_f32(scratch, j, load_f32(x, i + j))
-        quantize_row(scratch, out, rows, m, padded, mode, halves)
-
-
-@kernel("out x padded cols weight eps residual gather")
-def norm(tid, threads, rows, p):
-    """out[m] = norm(x[gather[m]]) * weight + residual[m]; residual 0: none."""
-    out, x, padded, cols = i64(p, 0), i64(p, 1), i64(p, 2), i64(p, 3)
-    weight, eps, residual, gather = i64(p, 4), f64(p, 5), i64(p, 6), i64(p, 7)
-    m0, m1 = share(rows, tid, threads)
-    for m in range(m0, m1):
-        i = (i32(gather, m) if gather else m) * padded
-        s = splat(rms_scale(x, i, padded, cols, eps))
-        for j in range(0, padded, 16):
-            v = load_f32(x, i + j) * s * load_f32(weight, j)
-            if residual:
-                v = v + load_f32(residual, m * padded + j)
-            store_f32(out, m * padded + j, v)
-
-
-@kernel("out a b padded")
-def add(tid, threads, rows, p):
-    out, a, b, padded = i64(p, 0), i64(p, 1), i64(p, 2), i64(p, 3)
-    m0, m1 = share(rows, tid, threads)
-    for j in range(m0 * padded, m1 * padded, 16):
-        store_f32(out, j, load_f32(a, j) + load_f32(b, j))
-
-
-@kernel("out x cols stride padded kind")
-def glu(tid, threads, rows, p):
-    """out[m] = act(gate) * up, x = gate | up of `cols` columns each; for gate and up of different encodings."""
-    out, x, cols, stride, padded, kind = i64(p, 0), i64(p, 1), i64(p, 2), i64(p, 3), i64(p, 4), i64(p, 5)
-    m0, m1 = share(rows, tid, threads)
-    for m in range(m0, m1):
-        for j in range(0, cols, 16):
-            gate, up = load_f32(x, m * stride + j), load_f32(x, m * stride + cols + j)
-            store_f32(out, m * padded + j, activate(kind, gate) * up)
-        zero_bytes(out + (m * padded + cols) * 4, (padded - cols) * 4)
-
-
-@kernel("out x padded gather")
-def take(tid, threads, rows, p):
-    """out[m] = x[gather[m]]."""
-    out, x, padded, gather = i64(p, 0), i64(p, 1), i64(p, 2), i64(p, 3)
-    m0, m1 = share(rows, tid, threads)
-    for m in range(m0, m1):
-        i = i32(gather, m) * padded
-        for j in range(0, padded, 16):
-            store_f32(out, m * padded + j, load_f32(x, i + j))
-
-
-# -- attention's partial results
-
-
-@inlined
-def first_chunk(position, window):
-    """The first chunk of keys that a token sees; window 0: all of them."""
-    if window == 0:
-        return 0
-    return max(0, position - window + 1) // (CHUNK * BLOCK)
-
-
-@inlined
-def partial_count(batch, r, position, window):
-    """How many partial results request r's attention leaves: chunks of keys if it has one token, else 1."""
-    starts = i64(batch, STARTS)
-    if i32(starts, r + 1) - i32(starts, r) > 1:
-        return 1
-    return position // (CHUNK * BLOCK) - first_chunk(position, window) + 1
-
-
-@inlined
-def merge_weights(total, part):
-    """Maximum so far and the part's (of scores in units of ln 2) -> the new one, and what their sums are scaled by."""
-    new = max(total, part)
-    return new, vexp2(splat(total - new)), vexp2(splat(part - new))
-
-
-@helper
-def merge_row(partial, count, dim, out):
-    """Fold the partial results of one head, in order: the same arithmetic as one thread going through all keys.
-
-    partial: count times [D sums, maximum, denominator, padding to D + 16] -> out [D].
-    """
-    stride = dim + 16
-    top, total = F(-1e30), splat(F(0))
-    for j in range(0, dim, 16):
-        store_f32(out, j, splat(F(0)))
-    for c in range(count):
-        part = partial + c * stride * 4
-        top, keep, new = merge_weights(top, f32(part, dim))
-        total = fma(total, keep, splat(f32(part, dim + 1)) * new)
-        for j in range(0, dim, 16):
-            store_f32(out, j, fma(load_f32(out, j), keep, load_f32(part, j) * new))
-    inverse = splat(F(1.0)) / total
-    for j in range(0, dim, 16):
-        store_f32(out, j, load_f32(out, j) * inverse)
-
-
-@kernel("out x gather partial slots heads dim window mode halves batch scratch scratch_stride own own_stride")
-def merge_quantize(tid, threads, rows, p):
-    """out[m] = quantized(attention output of token gather[m]), merging partial results where its request has one token.
-
-    gather 0: of token m.
-    """
-    out, x, gather, partial, slots, heads = i64(p, 0), i64(p, 1), i64(p, 2), i64(p, 3), i64(p, 4), i64(p, 5)
-    dim, window, mode, halves, batch = i64(p, 6), i64(p, 7), i64(p, 8), i64(p, 9), i64(p, 10)
-    scratch = i64(p, 11) + tid * i64(p, 12)
-    if rows == 1:
-        out = i64(p, 13) + tid * i64(p, 14)
-    cols = heads * dim
-    padded = padded_width(cols)
-    zero_bytes(scratch + cols * 4, (padded - cols) * 4)
-    m0, m1 = row_share(rows, tid, threads)
-    for m in range(m0, m1):
-        t = i32(gather, m) if gather else m
-        r = i32(i64(batch, REQUEST_OF), t)
-        count = partial_count(batch, r, i32(i64(batch, POSITIONS), t), window)
-        if count > 1:
-            for h in range(heads):
-                merge_row(partial + (r * heads + h) * slots * (dim + 16) * 4, count, dim, scratch + h * dim * 4)
-        else:
-            for j in range(0, cols, 16):
-                store_f32(scratch, j, load_f32(x, t * cols + j))
         quantize_row(scratch, out, rows, m, padded, mode, halves)

@@ -7,7 +7,8 @@ from __future__ import annotations
 from minserve.backend.numba_backend.jit import inlined, kernel
 from minserve.backend.numba_backend.layout import BLOCK, POSITIONS, SLOTS
 from minserve.backend.numba_backend.mathlib import rms_scale, share
-from minserve.backend.numba_backend.simd import (
+from minserve.backend.numba_backend.simd_math import splat
+from minserve.backend.numba_backend.simd_memory import (
     f32,
     f64,
     i32,
@@ -16,7 +17,6 @@ from minserve.backend.numba_backend.simd import (
     set_f32,
     set_i32,
     set_u16,
-    splat,
     store_bf16,
     store_f32,
     u16,

@@ -14,24 +14,18 @@ import numpy as np
 
 from minserve.backend.numba_backend.jit import helper, inlined, kernel
 from minserve.backend.numba_backend.mathlib import F, share, vexp
-from minserve.backend.numba_backend.simd import (
+from minserve.backend.numba_backend.simd_math import (
     bits_float,
     count_at_least,
-    f32,
     float_bits,
     hmax,
     hsum,
-    i32,
-    i64,
     keep_at_least,
-    load_f32,
-    set_f32,
-    set_i32,
     splat,
-    store_f32,
     unordered,
     vmax,
 )
+from minserve.backend.numba_backend.simd_memory import f32, i32, i64, load_f32, set_f32, set_i32, store_f32
 
 SKIP, DRAW = 0, 1  # kinds of rows: not sampled here, or drawn
 PART = 64  # logits per kept maximum

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from minserve.backend.numba_backend.arena import Bytes, aligned
-from minserve.backend.numba_backend.layout import LINE, S_ROWS, T_ROWS
-from minserve.backend.numba_backend.lower import (
+from minserve.backend.numba_backend.emitter import Emitter
+from minserve.backend.numba_backend.instruction import (
     ALL,
     OWN_STRIDE,
     SCRATCH,
@@ -26,10 +26,10 @@ from minserve.backend.numba_backend.lower import (
     Buffer,
     Halves,
     Instruction,
-    Lowering,
     Offset,
     Own,
 )
+from minserve.backend.numba_backend.layout import LINE, S_ROWS, T_ROWS
 
 WIDTH = 24  # words per row: three cache lines
 HEAD = 3  # words before the parameters
@@ -39,14 +39,14 @@ KINDS = 4  # of steps
 class Tape:
     """rows: int64 [n * WIDTH] for n instructions. Holds every array whose address stands in it."""
 
-    def __init__(self, lowering: Lowering, threads: int) -> None:
-        self.instructions = lowering.instructions
-        self.out = lowering.out
+    def __init__(self, lowered: Emitter, threads: int) -> None:
+        self.instructions = lowered.instructions
+        self.out = lowered.out
         self._threads = threads
         self._keep: list[Any] = []
         self._assign_slots()
         self.barriers = place_barriers(self.instructions)
-        self._allocate(lowering)
+        self._allocate(lowered)
         self.rows = self._assemble()
 
     def _assign_slots(self) -> None:
@@ -86,7 +86,7 @@ class Tape:
         buffer.slot = slot
         self.slots[slot] = [max(self.slots[slot][0], buffer.nbytes), max(self.slots[slot][1], buffer.row_bytes)]
 
-    def _allocate(self, lowering: Lowering) -> None:
+    def _allocate(self, lowered: Emitter) -> None:
         pieces = [aligned(nbytes + 4096, 4096) for nbytes, _ in self.slots]
         self.memory = pieces
         self.nbytes = sum(p.nbytes for p in pieces)
@@ -94,7 +94,7 @@ class Tape:
         self._addresses = [p.ctypes.data for p in pieces]
         self._own_stride = _lines(max((row for _, row in self.slots), default=0))
         self._own = [self._per_thread(self._own_stride) if row else 0 for _, row in self.slots]
-        self._scratch_stride = _lines(lowering.scratch_bytes)
+        self._scratch_stride = _lines(lowered.scratch_bytes)
         self._scratch = self._per_thread(self._scratch_stride)
 
     def _per_thread(self, stride: int) -> int:

@@ -25,7 +25,8 @@ from numba import types
 from minserve.backend.numba_backend.arena import aligned
 from minserve.backend.numba_backend.jit import entry, inlined
 from minserve.backend.numba_backend.layout import S_ROWS, T_ROWS
-from minserve.backend.numba_backend.simd import I32, I64, call, i64, op, pointer, prefetch, set_i64
+from minserve.backend.numba_backend.simd_memory import i64, prefetch, set_i64
+from minserve.backend.numba_backend.simd_types import I32, I64, call, op, pointer
 from minserve.backend.numba_backend.tape import HEAD, WIDTH, Tape
 
 SPINS_BEFORE_YIELD = 100  # polls of a barrier before the core is offered to others: a shared machine must not stall

@@ -10,7 +10,7 @@ import pytest
 from minserve.backend.numba_backend.arena import aligned
 from minserve.backend.numba_backend.jit import entry
 from minserve.backend.numba_backend.quantize import store_shared
-from minserve.backend.numba_backend.simd import load_f32
+from minserve.backend.numba_backend.simd_memory import load_f32
 
 MOST = 1904
 

@@ -177,12 +177,12 @@ def test_older_processors_compute_the_same(cpu: str, tmp_path: Path) -> None:
 
 def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
     code = """
-from minserve.backend.numba_backend import quantize
+from minserve.backend.numba_backend import rows
 from minserve.backend.numba_backend.jit import Kernel
-print(quantize.add.cached)
-quantize.add.address
-print(len(Kernel.seconds), quantize.add.cached)
-print(quantize.add._compiled.cache_hits)
+print(rows.add.cached)
+rows.add.address
+print(len(Kernel.seconds), rows.add.cached)
+print(rows.add._compiled.cache_hits)
 """
     first = in_process(code, MINSERVE_CACHE=str(tmp_path)).split()
     second = in_process(code, MINSERVE_CACHE=str(tmp_path)).split()
@@ -193,7 +193,7 @@ print(quantize.add._compiled.cache_hits)
 def test_kernels_work_without_a_place_to_keep_them(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
-    code = "from minserve.backend.numba_backend import quantize; print(quantize.add.address > 0)"
+    code = "from minserve.backend.numba_backend import rows; print(rows.add.address > 0)"
     assert in_process(code, MINSERVE_CACHE=str(blocked)).strip() == "True"
 
 
@@ -201,8 +201,8 @@ def test_other_users_of_numba_keep_their_cache_folder(tmp_path: Path) -> None:
     code = """
 import numba
 numba.config.CACHE_DIR = "mine"
-from minserve.backend.numba_backend import quantize
-quantize.add.address
+from minserve.backend.numba_backend import rows
+rows.add.address
 print(numba.config.CACHE_DIR)
 """
     assert in_process(code, MINSERVE_CACHE=str(tmp_path)).strip() == "mine"

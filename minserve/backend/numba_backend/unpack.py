@@ -1,0 +1,105 @@
+"""Reading packed weights: 64 bytes are 4 k of 16 rows. See packing.py for the formats.
+
+Owns where a group's vectors and scales lie in a block of 16 rows, and how its bits become bytes. It must not know what
+they are multiplied with.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
+
+from __future__ import annotations
+
+from numba import types
+from numba.extending import intrinsic
+
+from minserve.backend.numba_backend.jit import inlined
+from minserve.backend.numba_backend.simd_memory import load_u8
+from minserve.backend.numba_backend.simd_types import I8, constant, op, u8x64
+
+# -- where a group lies
+
+
+@inlined
+def group_at(w, g, vector_bytes, scale_bytes):
+    """Addresses of a group's W and S: records of two groups, W W S S."""
+    record, odd = w + g // 2 * 2 * (vector_bytes + scale_bytes), g % 2
+    return record + odd * vector_bytes, record + 2 * vector_bytes + odd * scale_bytes
+
+
+@inlined
+def k_group_at(w, g, vector_bytes):
+    """The same for a K-quant, and the address of the factors that stand before each eight groups."""
+    factors = w + g // 8 * (64 + 8 * (vector_bytes + 32))
+    v, s = group_at(factors + 64, g % 8, vector_bytes, 32)
+    return v, s, factors
+
+
+# -- bits of a vector of bytes
+
+
+@op(u8x64, u8x64)
+def low_nibbles(b, v):
+    return b.and_(v, constant(I8, 64, 15))
+
+
+@op(u8x64, u8x64)
+def high_nibbles(b, v):
+    return b.lshr(v, constant(I8, 64, 4))
+
+
+@intrinsic(prefer_literal=True)
+def add_bits(context, v, planes, bit, width, to):
+    """v | (the `width` bits of each byte of planes from `bit` on) << to; the last three must be literals."""
+    if not all(isinstance(a, types.IntegerLiteral) for a in (bit, width, to)):
+        return None
+    shift, mask = to.literal_value - bit.literal_value, ((1 << width.literal_value) - 1) << to.literal_value
+
+    def generate(context, b, sig, args):
+        moved = args[1]
+        if shift > 0:
+            moved = b.shl(moved, constant(I8, 64, shift))
+        elif shift < 0:
+            moved = b.lshr(moved, constant(I8, 64, -shift))
+        return b.or_(args[0], b.and_(moved, constant(I8, 64, mask)))
+
+    return u8x64(u8x64, u8x64, bit, width, to), generate
+
+
+# -- unpacking a group: 32 k x 16 rows as a tuple of 8 vectors of bytes, and for nibbles 4 more: the bytes as they are
+
+
+@inlined
+def nibbles(w):
+    a, b, c, d = load_u8(w, 0), load_u8(w, 64), load_u8(w, 128), load_u8(w, 192)
+    low = (low_nibbles(a), low_nibbles(b), low_nibbles(c), low_nibbles(d))
+    return low + (high_nibbles(a), high_nibbles(b), high_nibbles(c), high_nibbles(d), a, b, c, d)  # noqa: RUF005
+
+
+@inlined
+def five_bits(w):
+    v, h = nibbles(w), load_u8(w, 256)
+    a, b, c, d = (
+        add_bits(v[0], h, 0, 1, 4),
+        add_bits(v[1], h, 1, 1, 4),
+        add_bits(v[2], h, 2, 1, 4),
+        add_bits(v[3], h, 3, 1, 4),
+    )
+    low = (a, b, c, d)
+    a, b, c, d = (
+        add_bits(v[4], h, 4, 1, 4),
+        add_bits(v[5], h, 5, 1, 4),
+        add_bits(v[6], h, 6, 1, 4),
+        add_bits(v[7], h, 7, 1, 4),
+    )
+    return low + (a, b, c, d)  # noqa: RUF005
+
+
+@inlined
+def six_bits(a, b, c, d, h):
+    """Half a group: four vectors of nibbles, and one with the two high bits of each."""
+    return add_bits(a, h, 0, 2, 4), add_bits(b, h, 2, 2, 4), add_bits(c, h, 4, 2, 4), add_bits(d, h, 6, 2, 4)
+
+
+@inlined
+def whole_bytes(w):
+    a, b, c, d = load_u8(w, 0), load_u8(w, 64), load_u8(w, 128), load_u8(w, 192)
+    return (a, b, c, d, load_u8(w, 256), load_u8(w, 320), load_u8(w, 384), load_u8(w, 448))
