@@ -181,9 +181,7 @@ class Gateway:
             raise
 
     def _submissions(self, call: Call) -> list[Submission]:
-        now = asyncio.get_running_loop().time()
-        queue_deadline = now + self._pool(call.pool).queue_timeout_s
-        deadline = now + self._timeouts_of(call).total + _BACKSTOP_S
+        now, timeouts = asyncio.get_running_loop().time(), self._timeouts_of(call)
         return [
             Submission(
                 id=_submission_id(call.id, i),
@@ -193,8 +191,8 @@ class Gateway:
                 pool=call.pool,
                 priority=call.priority,
                 salt=call.salt,
-                queue_deadline=queue_deadline,
-                deadline=deadline,
+                queue_deadline=now + timeouts.queue,
+                deadline=now + timeouts.total + _BACKSTOP_S,
             )
             for i, (prompt, params) in enumerate(zip(call.prompts, call.params, strict=True))
         ]
@@ -206,6 +204,7 @@ class Gateway:
         """Its pool's, and its client's deadline where that comes first."""
         own = self._pool(call.pool)
         timeouts = CallTimeouts(
+            queue=own.queue_timeout_s,
             first_token=own.first_token_s or self._timeouts.first_token_s,
             token_gap=own.token_gap_s or self._timeouts.token_gap_s,
             total=own.total_s or self._timeouts.total_s,

@@ -7,11 +7,12 @@ gateway's.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 from aiohttp import web
 
-from minserve.request import RequestError
+from minserve.request import RequestError, TextDelta
 from minserve.server.answer import Answer
 from minserve.server.calls import CHAT, COMPLETIONS, Calls
 from minserve.server.errors import unexpected
@@ -52,13 +53,14 @@ class GenerateRoutes:
         events: EventStream | None = None
         try:
             async with self._s.gateway.run(call) as generation:
-                timeouts = self._s.config.timeouts
+                early = await self._hold(generation)
+                stall_s = self._s.config.timeouts.write_stall_s
                 events = await EventStream.open(
-                    request, generation.headers, stall_s=timeouts.write_stall_s, first_comment=_state(generation)
+                    request, generation.headers, stall_s=stall_s, first_comment=_state(generation)
                 )
                 if generation.fixed:
                     answer.plain()
-                await self._pump(generation, answer, events)
+                await self._pump(generation, answer, events, early)
         except RequestError as error:
             if events is None:
                 raise
@@ -76,12 +78,22 @@ class GenerateRoutes:
         assert events is not None
         return events.response
 
-    async def _pump(self, generation: Generation, answer: Answer, events: EventStream) -> None:
-        """Events as they come; what the reader waits for while nothing comes."""
+    async def _hold(self, generation: Generation) -> list[TextDelta]:
+        """Keep the status line back in a queue whose ceiling comes before the first keep-alive would be due: who waits
+        too long there gets a real 503. What came meanwhile."""
+        clock, keep_alive = asyncio.get_running_loop().time, self._s.config.timeouts.sse_keep_alive_s
+        deltas: list[TextDelta] = []
+        if generation.timeouts.queue < keep_alive:
+            until = clock() + keep_alive
+            while not deltas and generation.progress.phase == "queued" and clock() < until:
+                deltas = await generation.read(_STATE_SECONDS)
+        return deltas
+
+    async def _pump(self, generation: Generation, answer: Answer, events: EventStream, deltas: list[TextDelta]) -> None:
+        """Events as they come, `deltas` first; what the reader waits for while nothing comes."""
         keep_alive = self._s.config.timeouts.sse_keep_alive_s
         told = _state(generation)
-        while not generation.done:
-            deltas = await generation.read(keep_alive if generation.begun else min(keep_alive, _STATE_SECONDS))
+        while True:
             if data := answer.events(deltas, generation.tally):
                 await events.send(data)
             elif not generation.begun and (state := _state(generation)) != told:
@@ -89,6 +101,9 @@ class GenerateRoutes:
                 await events.comment(state)
             elif events.silent_for >= keep_alive:
                 await events.comment("keep-alive")
+            if generation.done:
+                break
+            deltas = await generation.read(keep_alive if generation.begun else min(keep_alive, _STATE_SECONDS))
         if data := answer.closing(generation):
             await events.send(data)
 

@@ -95,8 +95,12 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class CallTimeouts:
-    """Seconds: until the first token, between two, in all. total_code: what is said when that has passed."""
+    """Seconds: in the queue, until the first token, between two, in all. total_code: what is said when `total` is over.
 
+    The queue's is the engine's to watch.
+    """
+
+    queue: float
     first_token: float
     token_gap: float
     total: float
@@ -126,7 +130,7 @@ class Generation:
         self.streams = streams
         self.reservation = reservation
         self.tally = Tally(call.prompt_tokens)
-        self._timeouts = timeouts
+        self.timeouts = timeouts
         self._met = met
         self._source: Reader = streams[0] if len(streams) == 1 else Merged(streams, call.n)
         self._open = call.choices
@@ -194,7 +198,7 @@ class Generation:
         """
         if self._failure is not None:
             raise self._failure.with_traceback(None)
-        expiry, code = self._timeouts.next(self._started, self._last)
+        expiry, code = self.timeouts.next(self._started, self._last)
         try:
             async with asyncio.timeout_at(min(self._clock() + patience, expiry)):
                 deltas = await self._source.__anext__()
@@ -205,7 +209,10 @@ class Generation:
         self._last = self._clock()
         for delta in deltas:
             self._count(delta)
-        return [delta for delta in deltas if not _failed(delta)]
+        good = [delta for delta in deltas if not _failed(delta)]
+        if not good and self._failure is not None:
+            raise self._failure.with_traceback(None)
+        return good
 
     def close(self) -> None:
         """Stop reading; the streams are somebody else's to close."""

@@ -14,6 +14,7 @@ import pytest_asyncio
 from playwright.async_api import Browser, BrowserContext, Page, async_playwright, expect
 
 from minserve.async_engine import AsyncEngine
+from minserve.config import PoolConfig, PoolsConfig
 from minserve.engine import Progress
 from minserve.request import FinishReason, Pool, RequestError, TextDelta, Usage
 from minserve.text.template import ChatTemplate
@@ -106,6 +107,21 @@ async def test_chats_shows_every_state_and_keeps_the_conversation(open_page: Ope
         await expect(page.locator(".bubble")).to_have_text("Hi <b>there</b>")
         await expect(page.locator(".content")).to_have_text("Hello world, <img src=x onerror=alert(1)>")
         await expect(page.locator("#input")).to_be_focused()
+
+
+async def test_a_short_queue_is_visible_before_the_server_says_anything(open_page: Open) -> None:
+    pools = PoolsConfig(interactive=PoolConfig(queue_timeout_s=5.0))
+    async with serving(FakeEngine(None), pools=pools) as server:
+        page = await open_page(server)
+        await send(page, "Hi")
+        stream = await server.engine.stream()
+        await expect(page.locator(".state")).to_have_text("Waiting for a seat")
+        stream.progress = Progress("prefill", 16, 40, 0)
+        await expect(page.locator(".state")).to_have_text("Reading the prompt, 16 of 40 tokens")
+        tokens(stream, "Hello")
+        await expect(page.locator(".content")).to_have_text("Hello")
+        finish(stream)
+        await idle(page)
 
 
 @pytest.mark.parametrize("how", ["button", "escape", "reload", "new chat"])

@@ -144,6 +144,18 @@ async def test_bulk_that_is_given_up_while_it_stands_still_says_so() -> None:
         assert (server.rows[0].code, server.rows[0].degraded) == ("queue_timeout", "pause_bulk")
 
 
+async def test_a_stream_that_waits_in_a_short_queue_says_in_its_header_that_it_stood_still() -> None:
+    engine, pools = FakeEngine(None), structs.replace(POOLS, bulk=PoolConfig(queue_timeout_s=5.0))
+    async with serving(engine, degradation=LADDER, pools=pools, local=EVERYBODY) as server:
+        body = {**COMPLETION, "pool": "bulk", "stream": True}
+        calling = asyncio.create_task(server.session.post(server.url + "/v1/completions", json=body))
+        opened = await engine.stream()
+        await stand_still(engine)
+        opened.push(*say("Hi")(opened.submission)[-1])
+        async with await calling as response:
+            assert (response.status, response.headers["x-minserve-degraded"]) == (200, "pause_bulk")
+
+
 async def stand_still(engine: FakeEngine) -> None:
     """Interactive calls queue up and leave again; the engine asks before each of its steps."""
     for waiting, paused in ((7, {Pool.BULK}), (0, frozenset())):

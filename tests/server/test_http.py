@@ -14,8 +14,18 @@ from typing import Any
 import pytest
 
 from minserve.async_engine import State
-from minserve.config import AccountConfig, LimitConfig, LimitsConfig, PricesConfig, ServerConfig
+from minserve.config import (
+    AccountConfig,
+    LimitConfig,
+    LimitsConfig,
+    PoolConfig,
+    PoolsConfig,
+    PricesConfig,
+    ServerConfig,
+    TimeoutsConfig,
+)
 from minserve.engine import Progress
+from minserve.request import TextDelta
 from minserve.text.template import ChatTemplate
 from minserve.text.tokenizer import Tokenizer
 from minserve.weights.dummy import load_dummy
@@ -346,6 +356,33 @@ async def test_a_waiting_reader_sees_what_it_waits_for() -> None:
         assert b": queued 3\n\n" in await read_until(response, b"queued 3")
         stream.progress = Progress("prefill", 120, 400, 0)
         assert b": prefill 120/400\n\n" in await read_until(response, b"prefill")
+
+
+@pytest.mark.parametrize("token", [True, False])
+async def test_in_a_short_queue_the_status_line_waits_for_its_end(token: bool) -> None:
+    engine = FakeEngine(None)
+    body, pools = {**COMPLETION, "stream": True}, PoolsConfig(interactive=PoolConfig(queue_timeout_s=5.0))
+    async with serving(engine, pools=pools) as server:
+        calling = asyncio.create_task(server.session.post(server.url + "/v1/completions", json=body))
+        stream = await engine.stream()
+        await asyncio.sleep(0.4)
+        assert not calling.done()
+        if token:
+            stream.push(TextDelta(0, "a", (97,)))
+        else:
+            stream.progress = Progress("prefill", 1, 2, 0)
+        async with await asyncio.wait_for(calling, 1) as response:
+            await read_until(response, b'"text":"a"' if token else b": prefill 1/2\n\n")
+
+
+async def test_the_status_line_waits_no_longer_than_a_reader_can_do_without_a_sign() -> None:
+    engine = FakeEngine(None)
+    pools = PoolsConfig(interactive=PoolConfig(queue_timeout_s=0.2))
+    async with (  # no step ends, so the engine does not find out that the call is late
+        serving(engine, pools=pools, timeouts=TimeoutsConfig(sse_keep_alive_s=0.3)) as short,
+        short.session.post(short.url + "/v1/completions", json={**COMPLETION, "stream": True}) as response,
+    ):
+        assert b": queued 0\n\n" in await read_until(response, b"queued 0")
 
 
 async def read_until(response: Any, mark: bytes) -> bytes:

@@ -106,7 +106,7 @@ async function answer({ resume = false } = {}) {
     messages.push(message);
     addView(message);
   }
-  const job = (busy = { controller: new AbortController(), phase: { type: "sent" } });
+  const job = (busy = { controller: new AbortController(), phase: { type: "queued" } });
   delete message.end;
   delete message.error;
   showAll();

@@ -14,13 +14,13 @@
  *   }
  *
  * Events, in the order in which they come:
- *   { type: "queued", ahead }           the request waits; so many are before it
+ *   { type: "queued", ahead }           the request waits; so many are before it, null as long as nobody said
  *   { type: "reading", done, total }    prompt tokens read so far
  *   { type: "reasoning", text }         a piece of the model's thinking
  *   { type: "text", text }              a piece of the answer
  *   { type: "usage", usage }            token counts so far (with `continuous_usage_stats`) or in the end
  *   { type: "end", reason }             "stop" or "length"
- * queued and reading are comments in minserve's stream; other servers just don't send them.
+ * The first comes at once. Later ones and reading are comments in minserve's stream; other servers don't send them.
  *
  * Failures are thrown: ApiError for everything a server said or a network did, the signal's reason (an AbortError) after
  * an abort. Leaving the loop early (break, return) closes the connection, and the server stops the work.
@@ -44,6 +44,7 @@ export class ApiError extends Error {
  *   signal: an AbortSignal
  */
 export async function* chat({ url = "", key, signal, ...fields }) {
+  yield { type: "queued", ahead: null };
   const body = { stream: true, stream_options: { include_usage: true, continuous_usage_stats: true }, ...fields };
   const response = await call(url, "/v1/chat/completions", { key, signal, body });
   let finished = false;

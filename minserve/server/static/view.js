@@ -103,8 +103,6 @@ function countDown(button, time) {
 
 export function describePhase(phase) {
   switch (phase?.type) {
-    case "sent":
-      return "Sending";
     case "queued":
       return phase.ahead ? `Waiting, ${phase.ahead} ahead` : "Waiting for a seat";
     case "reading":
