@@ -16,9 +16,10 @@ from typing import Any
 from minserve.economics.keys import Identity, narrow
 from minserve.request import RequestError, SamplingParams
 from minserve.server.answer import Answer, Head, Options
+from minserve.server.arrival import Arrival, Call, Known
 from minserve.server.chat import ChatAnswer
 from minserve.server.completions import CompletionAnswer
-from minserve.server.generation import Arrival, Call, Generation, Known
+from minserve.server.generation import Generation
 from minserve.server.json_body import to_struct
 from minserve.server.logprobs import TokenNames
 from minserve.server.messages import conversation

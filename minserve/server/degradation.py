@@ -18,7 +18,7 @@ from minserve.economics.alerts import Alert
 from minserve.engine import Progress
 from minserve.policy.degrade import Decision, Ladder, Load, Step, decide, step_of, thrift
 from minserve.request import FinishReason, Pool, RequestOutcome, TextDelta, Usage
-from minserve.server.generation import Call
+from minserve.server.arrival import Call
 from minserve.server.ports import ServingEngine
 
 log = logging.getLogger("minserve.server")

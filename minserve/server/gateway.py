@@ -9,38 +9,26 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from minserve.config import PoolConfig, PoolsConfig, TimeoutsConfig
 from minserve.economics.accounting import Accounting
 from minserve.economics.keys import Identity
 from minserve.economics.loops import prompt_digest
 from minserve.economics.reservation import Admission, Reservation
-from minserve.economics.rows import REFUSED
-from minserve.economics.settlement import Settlement, read_prompt
-from minserve.request import FinishReason, Pool, RequestError, Submission
+from minserve.request import Pool, RequestError, Submission
+from minserve.server.arrival import Arrival, Call, Known
 from minserve.server.degradation import Degradation, FixedText
-from minserve.server.generation import Arrival, Call, CallTimeouts, Generation, Known, aborted, timed_out
+from minserve.server.ending import Ending, settle, settle_later, so_far
+from minserve.server.generation import CallTimeouts, Generation, aborted, timed_out
 from minserve.server.ports import ServingEngine, TokenStream
 
-log = logging.getLogger("minserve.server")
-
 _BACKSTOP_S = 1.0  # the reader's own timeout comes first; the engine's is for calls that nobody reads any more
-
 _LAST_WRITE_S = 2.0
 
 CLIENT_CLOSED = RequestError("The client left.", status=499, code="client_closed")
-
-
-@dataclass(slots=True)
-class _Ending:
-    """How a call ended, as its row will say."""
-
-    status: int = 200
-    code: str = ""
 
 
 class Gateway:
@@ -99,23 +87,23 @@ class Gateway:
         reservation = await self._reserve(call)
         streams: list[TokenStream] = []
         generation: Generation | None = None
-        ending = _Ending()
+        ending = Ending()
         linger = False
         try:
             streams.extend(map(self._engine.submit, self._submissions(call)))
             generation = self._live[call.id] = self._generation(call, streams, reservation)
             yield generation
         except RequestError as error:
-            ending = _Ending(error.status, error.code)
+            ending = Ending(error.status, error.code)
             if generation is not None and generation.degraded:
                 raise _told(error, generation.degraded) from None
             raise
         except (asyncio.CancelledError, ConnectionError):
-            ending = _Ending(CLIENT_CLOSED.status, CLIENT_CLOSED.code)
+            ending = Ending(CLIENT_CLOSED.status, CLIENT_CLOSED.code)
             linger = self._linger
             raise
         except BaseException:
-            ending = _Ending(500, "internal_error")
+            ending = Ending(500, "internal_error")
             raise
         finally:
             self._live.pop(call.id, None)
@@ -146,7 +134,7 @@ class Gateway:
         for generation in self._live.values():
             generation.mark()
             if generation.reservation is not None:
-                generation.reservation.settle(_so_far(generation))
+                generation.reservation.settle(so_far(generation))
         self._accounting.end_now(_LAST_WRITE_S)
 
     def _admissible(self, call: Call) -> tuple[Call, str | None]:
@@ -218,7 +206,7 @@ class Gateway:
         return Generation(call, streams, reservation, self._timeouts_of(call), self._degradation.met)
 
     def _finish(
-        self, call: Call, streams: list[TokenStream], reservation: Reservation, ending: _Ending, *, linger: bool
+        self, call: Call, streams: list[TokenStream], reservation: Reservation, ending: Ending, *, linger: bool
     ) -> None:
         """Close and settle. What can't end at once, because a step is running, is settled when it has ended."""
         computed = [stream.progress.computed for stream in streams]
@@ -226,9 +214,9 @@ class Gateway:
             for stream in streams:
                 stream.close()
         if all(stream.done for stream in streams):
-            _settle(call, streams, computed, reservation, ending)
+            settle(call, streams, computed, reservation, ending)
         else:
-            task = asyncio.create_task(_settle_later(call, streams, computed, reservation, ending))
+            task = asyncio.create_task(settle_later(call, streams, computed, reservation, ending))
             self._settling.add(task)
             task.add_done_callback(self._settling.discard)
 
@@ -261,55 +249,6 @@ def _asked(call: Call) -> Admission:
     asked = call.asked_max_tokens
     admission = _admission(Known(call.arrival, call.pool, call.prompt_tokens, most, asked, call.choices))
     return replace(admission, digest=prompt_digest(call.prompts), degraded=call.degraded)
-
-
-def _so_far(generation: Generation) -> Settlement:
-    """What a call has used that still runs: the tokens its client may have had, and the prompt read for them."""
-    call, tally = generation.call, generation.tally
-    read = call.prompt_tokens
-    if not generation.begun:
-        read = min(read, sum(stream.progress.computed for stream in generation.streams))
-    return Settlement(
-        finish=FinishReason.ABORT.value,
-        status=503,
-        code="shutting_down",
-        prompt_tokens=read,
-        cached_tokens=min(read, tally.cached),
-        completion_tokens=tally.completion,
-    )
-
-
-async def _settle_later(
-    call: Call, streams: list[TokenStream], computed: list[int], reservation: Reservation, ending: _Ending
-) -> None:
-    try:
-        for stream in streams:
-            async for _ in stream:
-                pass
-    finally:
-        _settle(call, streams, computed, reservation, ending)
-
-
-def _settle(
-    call: Call, streams: list[TokenStream], computed: list[int], reservation: Reservation, ending: _Ending
-) -> None:
-    outcomes = [outcome for stream in streams for outcome in stream.outcomes]
-    if not outcomes:  # the engine took nothing of it
-        reservation.settle(Settlement(finish=REFUSED, status=ending.status, code=ending.code))
-        return
-    read = sum(
-        _prompt_read(len(prompt), stream, rows)
-        for prompt, stream, rows in zip(call.prompts, streams, computed, strict=False)
-    )
-    reservation.settle(Settlement.of(outcomes, status=ending.status, code=ending.code, computed=read))
-
-
-def _prompt_read(prompt_tokens: int, stream: TokenStream, rows: int) -> int:
-    """Prompt tokens that were processed: all of them, or what had been computed when the reader left."""
-    if any(map(read_prompt, stream.outcomes)):
-        return prompt_tokens
-    cached = min((outcome.usage.cached for outcome in stream.outcomes), default=0)
-    return max(0, rows - cached)
 
 
 def _submission_id(call_id: str, prompt: int) -> str:

@@ -14,9 +14,10 @@ from aiohttp import web
 
 from minserve.request import RequestError, TextDelta
 from minserve.server.answer import Answer
+from minserve.server.arrival import Call
 from minserve.server.calls import CHAT, COMPLETIONS, Calls
 from minserve.server.errors import unexpected
-from minserve.server.generation import Call, Generation
+from minserve.server.generation import Generation
 from minserve.server.http_input import read_fields
 from minserve.server.services import VISIT, Services, identity_of
 from minserve.server.sse import EventStream

@@ -1,0 +1,75 @@
+"""How a call has ended, in the accounting's terms: what it read and wrote, and what its client was told.
+
+Owns the step from token streams to a settlement. When a call ends is the gateway's business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from minserve.economics.reservation import Reservation
+from minserve.economics.rows import REFUSED
+from minserve.economics.settlement import Settlement, read_prompt
+from minserve.request import FinishReason
+from minserve.server.arrival import Call
+from minserve.server.generation import Generation
+from minserve.server.ports import TokenStream
+
+
+@dataclass(slots=True)
+class Ending:
+    """How a call ended, as its row will say."""
+
+    status: int = 200
+    code: str = ""
+
+
+def so_far(generation: Generation) -> Settlement:
+    """What a call has used that still runs: the tokens its client may have had, and the prompt read for them."""
+    call, tally = generation.call, generation.tally
+    read = call.prompt_tokens
+    if not generation.begun:
+        read = min(read, sum(stream.progress.computed for stream in generation.streams))
+    return Settlement(
+        finish=FinishReason.ABORT.value,
+        status=503,
+        code="shutting_down",
+        prompt_tokens=read,
+        cached_tokens=min(read, tally.cached),
+        completion_tokens=tally.completion,
+    )
+
+
+async def settle_later(
+    call: Call, streams: list[TokenStream], computed: list[int], reservation: Reservation, ending: Ending
+) -> None:
+    """Settle when every stream has come to its end."""
+    try:
+        for stream in streams:
+            async for _ in stream:
+                pass
+    finally:
+        settle(call, streams, computed, reservation, ending)
+
+
+def settle(
+    call: Call, streams: list[TokenStream], computed: list[int], reservation: Reservation, ending: Ending
+) -> None:
+    """Settle a call whose streams have ended. computed: prompt tokens of each in the cache when its reader left."""
+    outcomes = [outcome for stream in streams for outcome in stream.outcomes]
+    if not outcomes:  # the engine took nothing of it
+        reservation.settle(Settlement(finish=REFUSED, status=ending.status, code=ending.code))
+        return
+    read = sum(
+        _prompt_read(len(prompt), stream, rows)
+        for prompt, stream, rows in zip(call.prompts, streams, computed, strict=False)
+    )
+    reservation.settle(Settlement.of(outcomes, status=ending.status, code=ending.code, computed=read))
+
+
+def _prompt_read(prompt_tokens: int, stream: TokenStream, rows: int) -> int:
+    """Prompt tokens that were processed: all of them, or what had been computed when the reader left."""
+    if any(map(read_prompt, stream.outcomes)):
+        return prompt_tokens
+    cached = min((outcome.usage.cached for outcome in stream.outcomes), default=0)
+    return max(0, rows - cached)
