@@ -129,15 +129,17 @@ class Staging:
         width = batch.block_tables.shape[1]
         used = int(ends[-1]) if r else 0
         host["block_tables"][:used] = batch.block_tables[np.arange(width) < blocks[:, None]]
+        sampling = batch.sampling
         for name in ("temperature", "top_p", "top_k", "min_p", "uniforms", "logprobs", "targets", "seats"):
-            host[name][:s] = getattr(batch.sampling, name)
+            host[name][:s] = getattr(sampling, name)
         host["adjusted"][:s] = adjusted
-        bias = batch.sampling
-        host["penalties"][: 3 * s], host["bias_starts"][: s + 1] = bias.penalties.ravel(), bias.bias_starts
+        host["penalties"][: 3 * s] = sampling.penalties.ravel()
+        host["bias_starts"][: s + 1] = sampling.bias_starts
         words = len(self._host) - len(host["block_tables"]) + used
         inputs, resets = dict(device), list[Any]()
-        for name, values in (("copies", batch.copies), ("bias_ids", bias.bias_ids), ("bias_values", bias.bias_values)):
-            inputs[name], words = self._place(values, words)
+        inputs["copies"], words = self._place(batch.copies, words)
+        inputs["bias_ids"], words = self._place(sampling.bias_ids, words)
+        inputs["bias_values"], words = self._place(sampling.bias_values, words)
         for reset in batch.resets:
             tokens, words = self._place(np.concatenate([reset.prompt, reset.output]), words)
             resets.append(tokens)
