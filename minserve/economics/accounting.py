@@ -28,15 +28,16 @@ from minserve.economics.keys import Identity, Keyring
 from minserve.economics.ledger import Ledger, ledger_path
 from minserve.economics.limits import Limiter, Scope, Ticket, rate_headers
 from minserve.economics.loops import Repeats, Runs
-from minserve.economics.payers import SERVER, Payers
+from minserve.economics.payers import Payers
 from minserve.economics.prices import Prices, money, nano
 from minserve.economics.reconfigure import reconfigure
 from minserve.economics.reservation import Admission, Reservation
 from minserve.economics.restore import restore
 from minserve.economics.rows import REFUSED, STATIC, Row
 from minserve.economics.schema import FolderLock, LedgerError
+from minserve.economics.server_budget import ServerBudget
 from minserve.economics.settlement import Settlement
-from minserve.economics.spend import PromptDrift, SpendAlerts
+from minserve.economics.spend import PromptDrift
 from minserve.economics.tokens import PageTokens, server_secret
 from minserve.economics.windows import ZERO, Amount
 from minserve.request import RequestError, RequestOutcome, StepRecord
@@ -76,9 +77,8 @@ class Accounting:
         self._repeats = Repeats(config.loops, self.alerts)
         self._drift = PromptDrift(self.alerts, ratio=config.alerts.drift_ratio, least=config.alerts.drift_min_requests)
         self.payers = Payers(config, self._runs)
-        self._spend: SpendAlerts | None = None
+        self.budget = ServerBudget(self.limiter, self.alerts)
         self._strangers = Allowance(rate=1, burst=60)  # rows: at worst some 20 MB a day
-        self._open_cost = 0
         self._open: dict[int, tuple[Identity, Ticket]] = {}
         self._next_seq = 0
         self._device = DeviceHours(ledger.execute, self.clock) if ledger else None
@@ -86,8 +86,7 @@ class Accounting:
         if ledger is not None:
             now = self.clock()
             restore(ledger.database, self.limiter, self.payers, self._runs, self._drift, now, config.loops.run_idle_s)
-            if self._spend is not None:
-                self._spend.restore(self._spent(now))
+            self.budget.restore(now)
 
     @classmethod
     def open(
@@ -169,11 +168,11 @@ class Accounting:
         try:
             ticket = self.limiter.take(self.payers.of(identity, now), amount, now)
         except RequestError as error:
-            if error.code == "server_budget_exceeded" and self._spend is not None:
-                self._spend.exhausted(self._spent(now), now)
+            if error.code == "server_budget_exceeded":
+                self.budget.exhausted(now)
             raise
         self._runs.began(identity.key, identity.run, now)
-        self._open_cost += cost
+        self.budget.reserved += cost
         row = admission.row(self._number(), now)
         row.reserved = cost
         self._open[row.seq] = identity, ticket
@@ -213,12 +212,12 @@ class Accounting:
         total_ms = (time.monotonic() - started) * 1e3
         row = msgspec.structs.replace(row, cost=cost, total_ms=total_ms, **end.columns())
         self._finished(row)
-        self.check_spend()
+        self.budget.check(self.clock())
         return row
 
     def release(self, row: Row, ticket: Ticket, actual: Amount) -> None:
         self.limiter.correct(ticket, actual)
-        self._open_cost -= row.reserved
+        self.budget.reserved -= row.reserved
         del self._open[row.seq]
 
     def refuse(self, admission: Admission, error: RequestError) -> None:
@@ -283,40 +282,16 @@ class Accounting:
     # -- the server's own limit
 
     def watch_spend(self) -> None:
-        """Alerts for the configured limit, if there is one."""
-        limit = self.payers.server
-        if limit is None:
-            self._spend = None
-        else:
-            self._spend = SpendAlerts(
-                self.alerts, limit.cost or 0, self.config.spend.alert_at, self.prices.currency, str(limit.period)
-            )
-
-    def check_spend(self) -> None:
-        if self._spend is not None:
-            now = self.clock()
-            self._spend.check(self._spent(now), now)
+        self.budget.watch(self.payers.server, self.config.spend.alert_at, self.prices.currency)
 
     @property
     def spent_share(self) -> float:
         """The used share of the server's spending limit; 0 without one."""
-        limit = self.payers.server
-        if limit is None:
-            return 0.0
-        return self._spent(self.clock()) / limit.cost if limit.cost else 1.0
+        return self.budget.share(self.clock())
 
     def affordable_in(self, share: float) -> float | None:
         """Seconds until no more than `share` of the server's spending limit is used. None: not by waiting."""
-        limit, now = self.payers.server, self.clock()
-        assert limit is not None
-        surplus = self._spent(now) - int(share * (limit.cost or 0))
-        return self.limiter.counter(SERVER, limit.period).wait(now, Amount(cost=max(0, surplus)))
-
-    def _spent(self, now: float) -> int:
-        """Settled money of the server's window: what is counted less what is only reserved."""
-        limit = self.payers.server
-        assert limit is not None
-        return max(0, self.limiter.used(SERVER, limit.period, now).cost - self._open_cost)
+        return self.budget.affordable_in(share, self.clock())
 
 
 def _payer(admission: Admission) -> Identity:

@@ -40,7 +40,7 @@ async def reconfigure(books: Accounting, config: Config) -> None:
     books.config, books.prices, books.keys, books.payers = config, prices, keys, payers
     if spend_changed:
         books.watch_spend()
-        books.check_spend()
+        books.budget.check(books.clock())
 
 
 def _prices(books: Accounting, config: Config) -> Prices:
@@ -64,7 +64,8 @@ def _recount(books: Accounting, config: Config) -> Payers:
     moved = [(ticket, _places(limiter, payers, identity, ticket, now)) for identity, ticket in books._open.values()]
     for ticket, places in moved:  # nothing fails from here on
         ticket.places = places
-    books.limiter, books._runs, books._drift = limiter, runs, drift
+    books.limiter = books.budget.limiter = limiter
+    books._runs, books._drift = runs, drift
     return payers
 
 
