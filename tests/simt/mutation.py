@@ -1,8 +1,8 @@
 """Break the kernels on purpose, one place at a time, and see whether the checks notice.
 
-Owns the kinds of mutants (a barrier or wait dropped, a comparison flipped, an index shifted by one), which checks
-belong to which file, and the list of survivors with the reason why each does no harm. scripts/mutate_kernels is its
-command; it takes the better part of an hour on two cores and is no part of the test suite.
+Owns the kinds of mutants (a barrier or wait dropped, a comparison flipped, an index or a step from a pointer shifted by
+one) and which checks belong to which file; survivors.py says why each survivor does no harm. scripts/mutate_kernels is
+its command; it takes more than an hour on two cores and is no part of the test suite.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import resource
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +68,12 @@ class Mutant:
     new: str
     text: str  # the whole line, stripped
     column: int  # in it
+    nth: str = ""  # which one, where the same line stands in the file more than once
 
     @property
     def key(self) -> str:
-        """Names it in SURVIVORS: stays the same when lines move."""
-        return f"{self.file}: {self.text} | at {self.column}: {self.old} -> {self.new}"
+        """Names it, alone, in SURVIVORS: stays the same when lines move."""
+        return f"{self.file}: {self.text} | at {self.column}: {self.old} -> {self.new}{self.nth}"
 
     def apply(self, source: str) -> str:
         return source[: self.start] + self.new + source[self.start + len(self.old) :]
@@ -97,7 +99,17 @@ def untested(source: str) -> str:
     return re.sub(r"//[^\n]*|^\s*#[^\n]*|static_assert[^\n]*", blank, source, flags=re.M)
 
 
-def mutants(file: str, source: str) -> Iterator[Mutant]:
+def mutants(file: str, source: str) -> list[Mutant]:
+    found = list(_mutants(file, source))
+    total, seen = Counter(m.key for m in found), Counter[str]()
+    for i, m in enumerate(found):
+        if total[m.key] > 1:
+            seen[m.key] += 1
+            found[i] = replace(m, nth=f" ({seen[m.key]} of {total[m.key]})")
+    return found
+
+
+def _mutants(file: str, source: str) -> Iterator[Mutant]:
     visible = untested(source)
 
     def mutant(kind: str, start: int, old: str, new: str) -> Mutant:
@@ -113,6 +125,8 @@ def mutants(file: str, source: str) -> Iterator[Mutant]:
         yield mutant("comparison flipped", match.start(), match[0], FLIPPED[match[0]])
     for start, end in indices(visible):
         yield mutant("index shifted", start, source[start:end], source[start:end] + " + 1")
+    for start, factor, end in steps(visible):
+        yield mutant("pointer shifted", start, source[start:end], f"({source[start:factor]} + 1){source[factor:end]}")
 
 
 def indices(visible: str) -> Iterator[tuple[int, int]]:
@@ -127,6 +141,26 @@ def indices(visible: str) -> Iterator[tuple[int, int]]:
         if _DECLARED.match(line) or re.search(r"\(&\w+\)(\[\w+\])*$", line) or visible[end : end + 4] == " = {":
             continue
         yield start, end - 1
+
+
+def steps(visible: str) -> Iterator[tuple[int, int, int]]:
+    """Where the summands stand that are added to a pointer (i * stride and column of `base + i * stride + column`):
+    start, end of the first factor, end."""
+    names = "|".join(set(re.findall(r"\w\*\s+(?:__restrict__\s+)?(\w+)", visible))) or "(?!)"
+    for base in re.finditer(rf"(?:(?<!Dim\.)\b(?:{names})|reinterpret_cast<[^<>]*>\([^()]*\)) \+\s+", visible):
+        start = end = base.end()
+        depth, factor = 0, 0
+        while depth or not re.match(r"[,);\]]|\s+[-+:]\s", visible[end : end + 80]):
+            depth += {"(": 1, "[": 1, ")": -1, "]": -1}.get(visible[end], 0)
+            if not depth and not factor and visible.startswith(" * ", end):
+                factor = end
+            end += 1
+            more = re.compile(r"\s+[-+]\s+").match(visible, end)
+            if more and not depth:
+                yield start, factor or end, end
+                start, factor = more.end(), 0
+                end = start
+        yield start, factor or end, end
 
 
 # ---- trying them -------------------------------------------------------------------
@@ -178,12 +212,15 @@ def judge(mutant: Mutant) -> str | None:
 
 
 def main(arguments: Sequence[str], say: Callable[[str], None] = print) -> int:
-    """Arguments: files (default: all), --list to only show the mutants, --jobs=2, --every=1 (of how many, one)."""
+    """Arguments: files (default: all), --list to only show the mutants, --kind=pointer (only those whose kind begins
+    so), --jobs=2, --every=1 (of how many, one)."""
     numbers = {"jobs": 2, "every": 1}
     for name in numbers:
         numbers[name] = next((int(a.split("=")[1]) for a in arguments if a.startswith(f"--{name}=")), numbers[name])
+    kind = next((a.split("=")[1] for a in arguments if a.startswith("--kind=")), "")
     files = [a for a in arguments if not a.startswith("--")] or sorted(RELEVANT)
-    found = [m for file in files for m in mutants(file, (FOLDER / file).read_text())][:: numbers["every"]]
+    found = [m for file in files for m in mutants(file, (FOLDER / file).read_text()) if m.kind.startswith(kind)]
+    found = found[:: numbers["every"]]
     if "--list" in arguments:
         for m in found:
             say(f"{m.file}:{m.line}: {m.kind}: {m.old} -> {m.new}    in    {m.text}")

@@ -40,8 +40,8 @@ SURVIVORS: dict[str, str] = {
     ),
     "sampling.cu: __syncthreads();                     // the level before has been read "
     "| at 0: __syncthreads(); -> ;": ("the barrier before it already orders these reads and writes"),
-    "sampling.cu: __syncthreads(); | at 0: __syncthreads(); -> ;": (
-        "of adjust's second one: a masked token is -infinity whether its bias comes before or after"
+    "sampling.cu: __syncthreads(); | at 0: __syncthreads(); -> ; (6 of 6)": (
+        "adjust's second one: a masked token is -infinity whether its bias comes before or after"
     ),
     "sampling.cu: for (int i = threadIdx.x; i < bins; i += kThreads) low[i] = high[i] = 0; | at 28: < -> <=": (
         "the word behind each array holds nothing yet"
@@ -54,7 +54,7 @@ SURVIVORS: dict[str, str] = {
     "sampling.cu: if (known) x = x > 0 ? __fdiv_rn(x, repetition) : __fmul_rn(x, repetition); | at 17: > -> >=": (
         "0 stays 0 either way"
     ),
-    "sampling.cuh: __syncthreads(); | at 0: __syncthreads(); -> ;": (
+    "sampling.cuh: __syncthreads(); | at 0: __syncthreads(); -> ; (2 of 3)": (
         "of block_scan's two the first: its only caller waits between two calls anyway"
     ),
     "sampling.cuh: for (int step = 1; step < 32; step *= 2) { | at 24: < -> <=": "a round more, in which no lane adds",
