@@ -1,7 +1,7 @@
 """Dot products: the only operations for which the CPU's features choose the instructions.
 
-`dot_tile` multiplies unsigned bytes (weights) with signed bytes (activations) into int32: vpdpbusd with AVX-512 VNNI,
-vpmaddubsw or vpmaddwd with AVX2, plain widening arithmetic elsewhere; the integers are the same everywhere.
+`dot_tile` multiplies unsigned bytes (weights) with signed bytes (activations) into int32: vpdpbusd with AVX-512 VNNI;
+with AVX2 vpmaddubsw, or vpmaddwd for weights of 8 bits; plain widening arithmetic elsewhere. The integers are the same.
 `bf16_tile` multiplies pairs of bfloat16 into float32: vdpbf16ps, or two fused multiply-adds elsewhere.
 
 Both go through a tile (tile.py), whose R chains hide the instruction's latency.
@@ -55,15 +55,18 @@ _BYTES = (
 _VNNI_OPERAND = u8x64.ir if _BYTES == "<64 x i8>" else i32x16.ir
 
 
-def _dpbusd(b, acc, weights, x):
-    """acc[r] += sum of 4 weight bytes of row r (unsigned) times the 4 signed bytes of x, the same for every row."""
-    x = splat_value(b, x, 16)
-    if HAS_VNNI:
-        args = (acc, b.bitcast(weights, _VNNI_OPERAND), b.bitcast(x, _VNNI_OPERAND))
-        return call(b, "llvm.x86.avx512.vpdpbusd.512", i32x16.ir, *args)
-    # Even and odd bytes as int16, multiplied and added in pairs: LLVM makes vpmaddwd of it where there is one.
+# -- one step: acc[r] += sum of 4 weight bytes of row r (unsigned) times the 4 signed bytes of x, the same for every row
+
+
+def _vnni(b, acc, weights, x):
+    args = (acc, b.bitcast(weights, _VNNI_OPERAND), b.bitcast(splat_value(b, x, 16), _VNNI_OPERAND))
+    return call(b, "llvm.x86.avx512.vpdpbusd.512", i32x16.ir, *args)
+
+
+def _portable(b, acc, weights, x):
+    """Even and odd bytes as int16, multiplied and added in pairs."""
     short, wide, eight = ir.VectorType(I16, 32), ir.VectorType(I32, 32), constant(I16, 32, 8)
-    w, x = b.bitcast(weights, short), b.bitcast(x, short)
+    w, x = b.bitcast(weights, short), b.bitcast(splat_value(b, x, 16), short)
     halves = ((b.and_(w, constant(I16, 32, 255)), b.ashr(b.shl(x, eight), eight)), (b.lshr(w, eight), b.ashr(x, eight)))
     for wh, xh in halves:
         product = b.mul(b.sext(wh, wide), b.sext(xh, wide))
@@ -73,6 +76,66 @@ def _dpbusd(b, acc, weights, x):
         ]
         acc = b.add(acc, b.add(*pairs))
     return acc
+
+
+def _avx2_bytes(b, acc, weights, x):
+    """The same in vpmaddwd: left to itself, LLVM takes twice the instructions."""
+    eight = constant(I16, 16, 8)
+    x = b.bitcast(splat_value(b, x, 8), eight.type)
+    even, odd = b.ashr(b.shl(x, eight), eight), b.ashr(x, eight)
+    sums = []
+    for half in _halves(b, weights):
+        w = b.bitcast(half, eight.type)
+        sums.append(b.add(_maddwd(b, b.and_(w, constant(I16, 16, 255)), even), _maddwd(b, b.lshr(w, eight), odd)))
+    return b.add(acc, _joined(b, sums))
+
+
+def _avx2_bits(b, acc, weights, xs):
+    """The same for several vectors of weights in vpmaddubsw. It saturates, so `_room` says for how many."""
+    sums = []
+    for halves in zip(*(_halves(b, w) for w in weights), strict=True):
+        total = constant(I16, 16, 0)
+        for half, x in zip(halves, xs, strict=True):
+            args = half, b.bitcast(splat_value(b, x, 8), half.type)
+            total = b.add(total, call(b, "llvm.x86.avx2.pmadd.ub.sw", total.type, *args))
+        sums.append(_maddwd(b, total, constant(I16, 16, 1)))
+    return b.add(acc, _joined(b, sums))
+
+
+def _room(kind):
+    """How many vectors of weights of this kind (Bytes) 16 bits have room for: two products each, by up to 128."""
+    return 0x7FFF // (2 * 128 * ((1 << kind.bits) - 1)) if HAS_AVX2 else 0
+
+
+def _runs(kinds):
+    """(first, last) of the vectors of weights that are taken in one step."""
+    first = 0
+    for j, kind in enumerate(kinds, start=1):
+        if j == len(kinds) or kinds[j] != kind or j - first >= _room(kind):
+            yield first, j
+            first = j
+
+
+def _step(b, acc, kind, weights, xs):
+    if _room(kind):
+        return _avx2_bits(b, acc, weights, xs)
+    one = _vnni if HAS_VNNI else _avx2_bytes if HAS_AVX2 else _portable
+    return one(b, acc, *weights, *xs)
+
+
+def _halves(b, weights):
+    """64 bytes as two of AVX2's registers."""
+    for first in (0, 32):
+        yield b.shuffle_vector(weights, weights, ir.Constant(ir.VectorType(I32, 32), list(range(first, first + 32))))
+
+
+def _joined(b, sums):
+    return b.shuffle_vector(*sums, ir.Constant(i32x16.ir, list(range(16))))
+
+
+def _maddwd(b, x, y):
+    """Pairs of int16, multiplied and added into int32."""
+    return call(b, "llvm.x86.avx2.pmadd.wd", ir.VectorType(I32, 8), x, y)
 
 
 def _dpbf16(b, acc, weights, x):
@@ -93,7 +156,7 @@ def _dpbf16(b, acc, weights, x):
 
 @intrinsic
 def dot_tile(context, acc, weights, x, i, stride):
-    """acc[r] += weights . x[i + r * stride : + 4 * len(weights)], bytes; weights: a tuple of u8x64.
+    """acc[r] += weights . x[i + r * stride : + 4 * len(weights)], bytes; weights: a tuple of Bytes.
 
     Integer sums: exact, so the order in which the tile interleaves them does not matter.
     """
@@ -102,10 +165,11 @@ def dot_tile(context, acc, weights, x, i, stride):
         accs, ws = vectors(b, sig.args[0], args[0]), vectors(b, sig.args[1], args[1])
         _, _, x, i, stride = args
         starts = [token_at(b, i, stride, r) for r in range(len(accs))]
-        for j, w in enumerate(ws):
+        kinds = list(sig.args[1])
+        for first, last in _runs(kinds):
             for r, start in enumerate(starts):
-                four = load(b, x, b.add(start, ir.Constant(I64, 4 * j)), I8, I32)
-                accs[r] = _dpbusd(b, accs[r], w, four)
+                xs = [load(b, x, b.add(start, ir.Constant(I64, 4 * j)), I8, I32) for j in range(first, last)]
+                accs[r] = _step(b, accs[r], kinds[first], ws[first:last], xs)
         return context.make_tuple(b, sig.return_type, accs)
 
     return acc(acc, weights, i64t, i64t, i64t), generate

@@ -16,6 +16,7 @@ from minserve.backend.numba_backend.dot import bf16_tile, dot_tile
 from minserve.backend.numba_backend.jit import entry, inlined, kernel
 from minserve.backend.numba_backend.simd_memory import i64, load_f32, load_u8, store_f32, store_i32
 from minserve.backend.numba_backend.tile import zeros_f32, zeros_i32
+from minserve.backend.numba_backend.unpack import nibbles
 
 READ_BYTES = 64 << 20  # beyond the caches of the machines this runs on
 DOT_LOOPS = 400_000  # some milliseconds: threads start a tenth of one apart
@@ -45,9 +46,8 @@ def read_share(tid, threads, rows, p):
 
 @entry()
 def int8_rate(loops, p, out):
-    """64 dot products of 16 rows x 4 k a loop: operands in registers and the L1 cache."""
-    w = (load_u8(p, 0), load_u8(p, 64), load_u8(p, 128), load_u8(p, 192))
-    t = zeros_i32(16)
+    """64 dot products of 16 rows x 4 k a loop: weights of 4 bits, operands in registers and the L1 cache."""
+    w, t = nibbles(p)[:4], zeros_i32(16)
     for _ in range(loops):
         t = dot_tile(t, w, p, 256, 16)
     for r in (t[0] + t[1] + t[2] + t[3] + t[4] + t[5] + t[6] + t[7],):

@@ -51,10 +51,19 @@ class Vector(types.Type):
         self.ir = ir.VectorType(element, lanes)
 
 
-f32x16, i32x16, u8x64 = Vector("f32x16", F32, 16), Vector("i32x16", I32, 16), Vector("u8x64", I8, 64)
+class Bytes(Vector):
+    """64 bytes, of which only the low `bits` bits can be set: dot products may then be cheaper."""
+
+    def __init__(self, bits: int) -> None:
+        super().__init__(f"u{bits}x64", I8, 64)
+        self.bits = bits
+
+
+f32x16, i32x16, u4x64, u8x64 = Vector("f32x16", F32, 16), Vector("i32x16", I32, 16), Bytes(4), Bytes(8)
 
 
 @register_model(Vector)
+@register_model(Bytes)
 class _VectorModel(models.PrimitiveModel):
     def __init__(self, manager: Any, kind: Vector) -> None:
         super().__init__(manager, kind, kind.ir)

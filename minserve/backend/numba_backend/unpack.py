@@ -13,7 +13,7 @@ from numba.extending import intrinsic
 
 from minserve.backend.numba_backend.jit import inlined
 from minserve.backend.numba_backend.simd_memory import load_u8
-from minserve.backend.numba_backend.simd_types import I8, constant, op, u8x64
+from minserve.backend.numba_backend.simd_types import I8, Bytes, constant, op, u4x64, u8x64
 
 # -- where a group lies
 
@@ -36,19 +36,20 @@ def k_group_at(w, g, vector_bytes):
 # -- bits of a vector of bytes
 
 
-@op(u8x64, u8x64)
+@op(u4x64, u8x64)
 def low_nibbles(b, v):
     return b.and_(v, constant(I8, 64, 15))
 
 
-@op(u8x64, u8x64)
+@op(u4x64, u8x64)
 def high_nibbles(b, v):
     return b.lshr(v, constant(I8, 64, 4))
 
 
 @intrinsic(prefer_literal=True)
 def add_bits(context, v, planes, bit, width, to):
-    """v | (the `width` bits of each byte of planes from `bit` on) << to; the last three must be literals."""
+    """v | (the `width` bits of each byte of planes from `bit` on) << to, of which v has none; the last three must be
+    literals."""
     if not all(isinstance(a, types.IntegerLiteral) for a in (bit, width, to)):
         return None
     shift, mask = to.literal_value - bit.literal_value, ((1 << width.literal_value) - 1) << to.literal_value
@@ -61,7 +62,7 @@ def add_bits(context, v, planes, bit, width, to):
             moved = b.lshr(moved, constant(I8, 64, -shift))
         return b.or_(args[0], b.and_(moved, constant(I8, 64, mask)))
 
-    return u8x64(u8x64, u8x64, bit, width, to), generate
+    return Bytes(to.literal_value + width.literal_value)(v, planes, bit, width, to), generate
 
 
 # -- unpacking a group: 32 k x 16 rows as a tuple of 8 vectors of bytes, and for nibbles 4 more: the bytes as they are
