@@ -14,7 +14,6 @@ SURVIVORS: dict[str, str] = {
     "[&](int m, int h, int key) { | at 20: > -> >=": "a tile that needs no mask is masked",
     "prefill_attention.cu: if (first_row >= rows || count == 1) return;         // the same for the whole block"
     " | at 14: >= -> >": "a block without rows works on the last row's copies and writes none of them",
-    "decode_attention.cu: if (token0 < end) | at 11: < -> <=": "fetches a tile that nobody reads, from valid rows",
     "prefill_attention.cu: if (tile < last_tile) fetch(tile + 1); | at 9: < -> <=": (
         "fetches a tile that nobody reads, from valid rows"
     ),
