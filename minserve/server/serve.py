@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -79,6 +80,8 @@ async def serve(
         if reread is not None:
             reloading = asyncio.create_task(reload_on(hangup, services, reread))
             cleanup.callback(reloading.cancel)
+        # What stands now stays. A full collection would look at all of it again, 55 ms in which no stream gets a token.
+        gc.freeze()
         say_ready(config, address_of(sock), say)
         await stop.wait()
         await drain(services, site, say)

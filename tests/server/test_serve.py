@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import sqlite3
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
@@ -103,6 +104,28 @@ async def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
     assert row[:2] == ("abort", "shutting_down")  # settled at what is known, not open
     assert row[2] > 0
     assert 0 < row[3] < BODY["max_tokens"]
+
+
+COUNT = """
+import gc, os, signal, sys
+from minserve.cli import main
+from minserve.server import serve
+
+def ready(*_):
+    print(gc.get_freeze_count(), len(gc.get_objects()))
+    os.kill(os.getpid(), signal.SIGTERM)
+
+serve.say_ready = ready
+sys.argv[1:] = ["serve", "dummy:llama-tiny", "--backend", "numpy", "--port", "0"]
+main()
+"""
+
+
+def test_a_collection_does_not_look_at_what_stands_since_the_start(tmp_path: Path) -> None:
+    environment = {**os.environ, "MINSERVE_DATA": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", COUNT], env=environment, capture_output=True, text=True, timeout=60)
+    (frozen, watched), *_ = re.findall(r"^(\d+) (\d+)$", done.stdout, re.MULTILINE)
+    assert int(frozen) > 50 * int(watched), done.stdout + done.stderr
 
 
 # bug: 63
