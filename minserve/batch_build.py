@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -42,22 +42,20 @@ def build_batch(
     """Lay out a step that the scheduler has applied: every request has its seat and its blocks."""
     chunks = plan.chunks
     owners = [requests[chunk.request_id] for chunk in chunks]
-    starts = np.array([chunk.start for chunk in chunks], np.int32)
-    counts = np.array([chunk.count for chunk in chunks], np.int32)
-    query_starts = np.zeros(len(chunks) + 1, np.int32)
-    np.cumsum(counts, out=query_starts[1:])
+    counts = [chunk.count for chunk in chunks]
+    query_starts = [*accumulate(counts, initial=0)]
     tables = _block_tables(owners)
-    of_token = np.repeat(np.arange(len(chunks)), counts)
-    positions = np.arange(query_starts[-1], dtype=np.int32) + (starts - query_starts[:-1])[of_token]
-    blocks = tables[of_token, positions // block_size]
+    spans = (range(chunk.start, chunk.start + chunk.count) for chunk in chunks)
+    positions = np.array([*chain.from_iterable(spans)], np.int32)
+    blocks, offsets = np.divmod(positions, np.int32(block_size))
     rows, logit_rows = _rows(chunks, owners, requests, query_starts)
     return Batch(
         step=plan.step,
         token_ids=_token_ids(chunks, owners),
         positions=positions,
-        slots=blocks * np.int32(block_size) + positions % np.int32(block_size),
-        query_starts=query_starts,
-        context_lens=starts + counts,
+        slots=tables[np.repeat(np.arange(len(chunks)), counts), blocks] * np.int32(block_size) + offsets,
+        query_starts=np.array(query_starts, np.int32),
+        context_lens=np.array([chunk.start + chunk.count for chunk in chunks], np.int32),
         block_tables=tables,
         seats=np.array([owner.seat for owner in owners], np.int32),
         logit_rows=np.array(logit_rows, np.int32),
@@ -79,23 +77,19 @@ def _token_ids(chunks: Sequence[Chunk], owners: Sequence[Request]) -> Int32:
 
 
 def _block_tables(owners: Sequence[Request]) -> Int32:
-    """[R, B], padded with 0: all rows filled in one assignment."""
-    lengths = np.array([len(owner.blocks) for owner in owners], np.int32)
-    tables = np.zeros((len(owners), int(lengths.max(initial=1))), np.int32)
-    flat = chain.from_iterable(owner.blocks for owner in owners)
-    tables[np.arange(tables.shape[1]) < lengths[:, None]] = np.fromiter(flat, np.int32, int(lengths.sum()))
-    return tables
+    """[R, B], padded with 0."""
+    width = max((len(owner.blocks) for owner in owners), default=0) or 1
+    padded = [owner.blocks + [0] * (width - len(owner.blocks)) for owner in owners]
+    return np.array(padded, np.int32).reshape(-1, width)
 
 
 def _rows(
-    chunks: Sequence[Chunk], owners: Sequence[Request], requests: Mapping[str, Request], query_starts: Int32
+    chunks: Sequence[Chunk], owners: Sequence[Request], requests: Mapping[str, Request], query_starts: Sequence[int]
 ) -> tuple[list[_Row], list[int]]:
     """The step's logit rows and which of its tokens they follow."""
     rows: list[_Row] = []
     tokens: list[int] = []
-    for chunk, owner, first, end in zip(
-        chunks, owners, query_starts[:-1].tolist(), query_starts[1:].tolist(), strict=True
-    ):
+    for chunk, owner, (first, end) in zip(chunks, owners, pairwise(query_starts), strict=True):
         if chunk.scored:
             begin = max(chunk.start, owner.scored)
             places = range(begin, begin + chunk.scored)
@@ -110,24 +104,41 @@ def _rows(
 
 
 def _sampling(rows: Sequence[_Row], vocab_size: int) -> SamplingArrays:
+    """One array of each type for all fields: making an array costs more than filling it."""
     params = [row.params for row in rows]
     bias = [p.logit_bias for p in params]
-    starts = np.zeros(len(rows) + 1, np.int32)
-    np.cumsum([len(b) for b in bias], out=starts[1:])
+    temperature, top_p, min_p, uniforms = np.array(
+        [
+            [p.temperature for p in params],
+            [p.top_p for p in params],
+            [p.min_p for p in params],
+            [_uniform(row) for row in rows],
+        ],
+        np.float32,
+    )
+    top_k, logprobs, targets, seats = np.array(
+        [
+            [p.top_k for p in params],
+            [_logprobs(row) for row in rows],
+            [row.target for row in rows],
+            [row.request.seat if row.params.penalized else -1 for row in rows],
+        ],
+        np.int32,
+    )
     return SamplingArrays(
-        temperature=np.array([p.temperature for p in params], np.float32),
-        top_p=np.array([p.top_p for p in params], np.float32),
-        top_k=np.array([p.top_k for p in params], np.int32),
-        min_p=np.array([p.min_p for p in params], np.float32),
-        uniforms=np.array([_uniform(row) for row in rows], np.float32),
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        uniforms=uniforms,
         penalties=_penalties(params),
-        bias_starts=starts,
+        bias_starts=np.array([*accumulate(map(len, bias), initial=0)], np.int32),
         bias_ids=np.array([token for b in bias for token in b], np.int32),
         bias_values=np.array([value for b in bias for value in b.values()], np.float32),
         mask=_mask(rows, vocab_size),
-        logprobs=np.array([_logprobs(row) for row in rows], np.int32),
-        targets=np.array([row.target for row in rows], np.int32),
-        seats=np.array([row.request.seat if row.params.penalized else -1 for row in rows], np.int32),
+        logprobs=logprobs,
+        targets=targets,
+        seats=seats,
     )
 
 

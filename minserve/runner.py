@@ -6,8 +6,10 @@ it sees, both immutable.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from minserve.backend.base import ModelSpec, Peaks, Program
-from minserve.batch import Batch, ChunkResult, Sampled, StepResult
+from minserve.batch import Batch, ChunkResult, StepResult
 from minserve.request import Chunk, StepPlan, TokenLogprob
 
 
@@ -22,9 +24,9 @@ class Runner:
 
     def run(self, plan: StepPlan, batch: Batch) -> StepResult:
         sampled = self.program.run(batch)
-        results, row = [], 0
+        tokens, results, row = sampled.tokens.tolist(), [], 0
         for chunk in plan.chunks:
-            results.append(_chunk_result(chunk, sampled, row))
+            results.append(_chunk_result(chunk, tokens, sampled.logprobs, row))
             row += chunk.scored + chunk.samples + len(chunk.forks)
         return StepResult(tuple(results))
 
@@ -42,23 +44,23 @@ class Runner:
         self.program.close()
 
 
-def _chunk_result(chunk: Chunk, sampled: Sampled, row: int) -> ChunkResult:
+def _chunk_result(
+    chunk: Chunk, tokens: Sequence[int], logprobs: tuple[TokenLogprob | None, ...], row: int
+) -> ChunkResult:
     first = row + chunk.scored
     last = first + chunk.samples
-    drawn = [int(token) for token in sampled.tokens[first:last]]
-    accepted = _accept(chunk.draft, drawn)
+    accepted = _accept(chunk.draft, tokens[first:last])
     forks = slice(last, last + len(chunk.forks))
-    scored: tuple[TokenLogprob, ...] = tuple(lp for lp in sampled.logprobs[row:first] if lp is not None)
     return ChunkResult(
-        tokens=tuple(drawn[:accepted]),
-        logprobs=sampled.logprobs[first : first + accepted],
-        fork_tokens=tuple(int(token) for token in sampled.tokens[forks]),
-        fork_logprobs=sampled.logprobs[forks],
-        scored=scored,
+        tokens=tuple(tokens[first : first + accepted]),
+        logprobs=logprobs[first : first + accepted],
+        fork_tokens=tuple(tokens[forks]),
+        fork_logprobs=logprobs[forks],
+        scored=tuple(lp for lp in logprobs[row:first] if lp is not None),
     )
 
 
-def _accept(draft: tuple[int, ...], drawn: list[int]) -> int:
+def _accept(draft: Sequence[int], drawn: Sequence[int]) -> int:
     """How many drawn tokens stand: row i was computed under the assumption that drafts 0..i-1 are right.
 
     Exact for greedy and for seeded sampling alike, since a token's random number depends on its index alone.

@@ -277,10 +277,10 @@ class Scheduler:
         return bool(self.requests)
 
     def counts(self) -> Counts:
-        running = Counter(request.pool for request in self._running.values())
+        pools = [request.pool for request in self._running.values()]
         blocks = self._cache.blocks
         return Counts(
-            running={pool: running[pool] for pool in Pool},
+            running={pool: pools.count(pool) for pool in Pool},
             waiting={pool: self._waiting.in_line[pool] + self._waiting.beside[pool] for pool in Pool},
             blocks_total=blocks.total,
             blocks_free=blocks.free,

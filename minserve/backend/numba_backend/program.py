@@ -77,6 +77,9 @@ class StepBuffers:
         self.header[[T_ROWS, REQUESTS, S_ROWS]] = batch.num_tokens, requests, batch.num_rows
 
 
+_NO_PENALTIES = np.array([0, 0, 1], np.float32)
+
+
 class SamplingBuffers:
     """What sample_rows reads, and the tokens it draws."""
 
@@ -97,8 +100,9 @@ class SamplingBuffers:
 
 def plain_rows(arrays: SamplingArrays) -> npt.NDArray[np.bool_]:
     """Rows that temperature, top_k, top_p and min_p describe fully: [S]."""
-    plain: npt.NDArray[np.bool_] = (arrays.targets < 0) & (arrays.logprobs < 0) & (np.diff(arrays.bias_starts) == 0)
-    plain &= (arrays.penalties == np.array([0, 0, 1], np.float32)).all(axis=1)
+    starts = arrays.bias_starts
+    plain: npt.NDArray[np.bool_] = (arrays.targets < 0) & (arrays.logprobs < 0) & (starts[:-1] == starts[1:])
+    plain &= (arrays.penalties == _NO_PENALTIES).all(axis=1)
     if arrays.mask is not None:
         plain &= (arrays.mask == np.uint32(0xFFFFFFFF)).all(axis=1)
     return plain
@@ -199,7 +203,7 @@ class NumbaProgram:
             ("copies", batch.copies, limits.num_blocks),
             *(("resets", np.concatenate([r.prompt, r.output]), self._spec.vocab_size) for r in batch.resets),
         ):
-            if ids.size and not 0 <= ids.min() <= ids.max() < bound:
+            if ids.size and ids.view(np.uint32).max() >= bound:  # a negative one is a large one there
                 raise ValueError(f"{name} must lie in 0..{bound - 1}, got {ids.min()}..{ids.max()}")
 
     def close(self) -> None:
