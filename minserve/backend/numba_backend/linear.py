@@ -12,6 +12,7 @@ Owns the kernel: which rows a thread computes, and what becomes of their sums. I
 
 from __future__ import annotations
 
+from minserve.backend.numba_backend.dot import align_stack
 from minserve.backend.numba_backend.jit import Kernel, inlined, variant
 from minserve.backend.numba_backend.layout import AS_BF16, AS_INT8, AS_INT12, AS_INT16, GROUP, TILE, row_bytes
 from minserve.backend.numba_backend.linear_blocks import BLOCKS, block_bf16
@@ -31,6 +32,7 @@ def linear(tid, threads, rows, p, block, dots):
     kind 0: out = sum + bias + residual (either may be 0). kind 1, 2: row blocks alternate between gate and up, and
     out = act(gate) * up; with a mode for the output, it is rounded for the next layer: 2 x 2 row blocks make a group.
     """
+    align_stack()
     out, x, mode, w, block_bytes = i64(p, 0), i64(p, 1), i64(p, 2), i64(p, 3), i64(p, 4)
     blocks, units, unit, cols, stride, kind = i64(p, 5), i64(p, 6), i64(p, 7), i64(p, 8), i64(p, 9), i64(p, 10)
     out_mode, halves, bias, residual = i64(p, 11), i64(p, 12), i64(p, 13), i64(p, 14)
