@@ -114,7 +114,7 @@ class TimeoutsConfig(Section, frozen=True):
     proxy_idle_s: Seconds = 60.0  # silence after which a proxy in front closes a stream
     write_stall_s: Seconds = 20.0
     drain_s: Seconds = 30.0
-    sse_keep_alive_s: Seconds = 10.0
+    sse_keep_alive_s: Seconds = 15.0  # what the HTML standard (9.2.7) advises against proxies that drop idle streams
 
 
 class ServerConfig(Section, frozen=True):

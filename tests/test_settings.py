@@ -125,6 +125,12 @@ def test_a_chosen_value_above_its_ceiling_is_a_contradiction(tmp_path: Path) -> 
     assert "limits.default_max_tokens (78) is more than limits.max_tokens (77)" in " ".join(validate(got.config))
 
 
+def test_who_waits_too_long_in_the_interactive_profile_gets_a_status_in_a_stream_too(tmp_path: Path) -> None:
+    """The status line is held back in a queue that gives up before a keep-alive is due."""
+    config = settings(tmp_path, 'profile = "interactive"\n').config
+    assert config.pools.interactive.queue_timeout_s < config.timeouts.sse_keep_alive_s
+
+
 def test_the_profile_itself_is_a_setting_like_any_other(tmp_path: Path) -> None:
     env = {"MINSERVE_PROFILE": "interactive"}
     got = settings(tmp_path, 'profile = "bulk"\n', env)
