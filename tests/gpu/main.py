@@ -29,8 +29,15 @@ def facts(target: Target, report: Report) -> None:
     if not target.simulated:
         runtime = target.cp.cuda.runtime
         report.facts["driver, runtime"] = f"{runtime.driverGetVersion()}, {runtime.runtimeGetVersion()}"
-    commit = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    report.facts["commit"] = commit.stdout.strip() or "unknown"
+    report.facts["commit"] = commit()
+
+
+def commit() -> str:
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
+    except OSError:  # no git in a bare image
+        return "unknown"
 
 
 def peers(report: Report, reached: Mapping[str, Mapping[int, float]]) -> None:

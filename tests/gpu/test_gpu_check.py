@@ -65,6 +65,11 @@ def test_without_a_gpu_it_says_in_one_sentence_what_is_missing(
     assert capsys.readouterr().err == "gpu_check: No NVIDIA driver was found: install it\n"
 
 
+def test_an_image_without_git_is_good_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert main.commit() == "unknown"
+
+
 class TestReport:
     def test_sections_that_do_not_fit_are_skipped_and_said_so(self) -> None:
         report = Report(10, say=lambda line: None)
