@@ -34,7 +34,7 @@ from minserve.economics.reconfigure import reconfigure
 from minserve.economics.reservation import Admission, Reservation
 from minserve.economics.restore import restore
 from minserve.economics.rows import REFUSED, STATIC, Row
-from minserve.economics.schema import FolderLock, LedgerError
+from minserve.economics.schema import FileLock, LedgerError, lock_folder, lock_ledger
 from minserve.economics.server_budget import ServerBudget
 from minserve.economics.settlement import Settlement
 from minserve.economics.spend import PromptDrift
@@ -72,7 +72,7 @@ class Accounting:
         self.tokens = PageTokens(token_secret)
         self.keys = Keyring(config.keys, config.local, self.tokens)
         self.on_row = on_row
-        self.lock: FolderLock | None = None
+        self.locks: list[FileLock] = []
         self._runs = Runs(self.limiter, config.loops.run_idle_s)
         self._repeats = Repeats(config.loops, self.alerts)
         self._drift = PromptDrift(self.alerts, ratio=config.alerts.drift_ratio, least=config.alerts.drift_min_requests)
@@ -97,13 +97,15 @@ class Accounting:
         send_alert: Send | None = None,
         on_row: OnRow | None = None,
     ) -> Accounting:
-        """Lock the data folder, open the ledger, rebuild the counters. LedgerError with a clear message if it can't."""
+        """Lock data folder and ledger, open it, rebuild the counters. LedgerError with a clear message if it can't."""
         with contextlib.ExitStack() as undo:
-            lock = FolderLock(data_folder)
-            undo.callback(lock.release)
+            locks = [lock_folder(data_folder)]
+            undo.callback(locks[0].release)
             ledger, kept = None, config.ledger
             if kept.enabled:
                 path = ledger_path(kept, data_folder)
+                locks.append(lock_ledger(path))
+                undo.callback(locks[1].release)
                 ledger = Ledger(
                     path,
                     durability=kept.durability,
@@ -113,19 +115,19 @@ class Accounting:
                 undo.callback(ledger.database.close)
             secret = server_secret(data_folder / "page-token.secret")
             accounting = cls(config, ledger=ledger, token_secret=secret, send_alert=send_alert, on_row=on_row)
-            accounting.lock = lock
+            accounting.locks = locks
             undo.pop_all()
         return accounting
 
     async def close(self) -> None:
-        """Write what is left, then let another server have the data folder. Idempotent."""
+        """Write what is left, then let another server have the data folder and the ledger. Idempotent."""
         await self.alerts.close()
         if self.ledger is not None and self._device is not None:
             self._device.write()
             await self.ledger.close()
             self._device = None
-        if self.lock is not None:
-            self.lock.release()
+        for lock in self.locks:
+            lock.release()
 
     def end_now(self, timeout: float) -> None:
         """What was settled is on the disk then, or `timeout` seconds have passed. For a process that ends at once."""

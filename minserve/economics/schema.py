@@ -1,4 +1,4 @@
-"""The ledger's file: its schema, how an older one is brought up to date, and the lock that keeps two servers apart.
+"""The ledger's file: its schema, how an older one is brought up to date, and the locks that keep two servers apart.
 
 Owns the SQL that makes and changes tables. It must not know the writer. A file that a newer minserve wrote, or that is
 no ledger, is refused and left as it is.
@@ -99,26 +99,27 @@ def backup(database: sqlite3.Connection, target: Path) -> None:
         database.backup(copy)
 
 
-class FolderLock:
-    """Held while a server runs on a data folder; the operating system releases it when the process dies.
+class FileLock:
+    """Held while a server runs on `of`; the operating system releases it when the process dies.
 
     SQLite's own file lock does the work: it is the same on every platform, and needs no process ids.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, path: Path, *, of: Path, setting: str) -> None:
+        """LedgerError if another holds it, or it can't be made. setting: what names another folder or file."""
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._database = sqlite3.connect(folder / "server.lock", timeout=0.0, isolation_level=None)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._database = sqlite3.connect(path, timeout=0.0, isolation_level=None)
         except (OSError, sqlite3.Error) as error:
-            raise _unwritable(folder, error) from None
+            raise _unwritable(of, setting, error) from None
         try:
             self._database.execute("BEGIN EXCLUSIVE")
         except sqlite3.Error as error:
             self._database.close()
             if error.sqlite_errorcode != sqlite3.SQLITE_BUSY:
-                raise _unwritable(folder, error) from None
+                raise _unwritable(of, setting, error) from None
             raise LedgerError(
-                f"Another minserve is running on {folder}. Stop it, or give this one its own folder (MINSERVE_DATA)."
+                f"Another minserve is running on {of}. Stop it, or give this one its own ({setting})."
             ) from None
 
     def release(self) -> None:
@@ -126,8 +127,18 @@ class FolderLock:
         self._database.close()
 
 
-def _unwritable(folder: Path, error: Exception) -> LedgerError:
-    return LedgerError(f"The data folder {folder} can't be written: {_why(error)}. MINSERVE_DATA names another one")
+def lock_folder(folder: Path) -> FileLock:
+    return FileLock(folder / "server.lock", of=folder, setting="MINSERVE_DATA")
+
+
+def lock_ledger(ledger: Path) -> FileLock:
+    """Servers with data folders of their own may still name one ledger. A link to it is the same ledger."""
+    real = ledger.resolve()
+    return FileLock(real.with_name(real.name + ".lock"), of=ledger, setting="ledger.path")
+
+
+def _unwritable(what: Path, setting: str, error: Exception) -> LedgerError:
+    return LedgerError(f"{what} can't be written: {_why(error)}. {setting} names another one")
 
 
 def _why(error: Exception) -> str:

@@ -27,6 +27,7 @@ from minserve.economics.keys import Identity, digest, narrow
 from minserve.economics.limits import Scope
 from minserve.economics.loops import prompt_digest
 from minserve.economics.rows import Row
+from minserve.economics.schema import LedgerError
 from minserve.economics.settlement import Settlement
 from minserve.request import FinishReason, Pool, RequestError, RequestOutcome, Usage
 
@@ -490,6 +491,19 @@ async def test_a_page_token_has_its_own_cap_that_survives_a_restart(tmp_path: Pa
     assert (await refused(again, call(again, page))).code == "budget_exceeded"
     await again.reserve(call(again, page, max_tokens=7))
     await again.close()
+
+
+async def test_two_servers_with_folders_of_their_own_can_not_share_a_ledger(tmp_path: Path) -> None:
+    """Both would give their rows the same numbers, and the later row would replace the other's."""
+    config = Config(ledger=LedgerConfig(path=str(tmp_path / "shared.db")))
+    accounting = Accounting.open(config, tmp_path / "a")
+    (tmp_path / "link.db").symlink_to("shared.db")
+    for path in ("shared.db", "link.db"):
+        other = Config(ledger=LedgerConfig(path=str(tmp_path / path)))
+        with pytest.raises(LedgerError, match=r"Another minserve .* \(ledger\.path\)"):
+            Accounting.open(other, tmp_path / "b")
+    await accounting.close()
+    await Accounting.open(config, tmp_path / "b").close()
 
 
 async def test_two_servers_on_one_folder_are_refused_and_a_failed_start_frees_it(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from minserve.economics import schema
 from minserve.economics.ledger import Ledger
 from minserve.economics.rows import COLUMNS, Row
-from minserve.economics.schema import FolderLock, LedgerError, migrate, open_database
+from minserve.economics.schema import LedgerError, lock_folder, lock_ledger, migrate, open_database
 
 
 def row(seq: int, **fields: object) -> Row:
@@ -196,19 +196,21 @@ def test_places_that_can_not_be_written_name_their_settings(tmp_path: Path) -> N
     file.touch()
     for folder in (file, file / "data"):
         with pytest.raises(LedgerError, match="MINSERVE_DATA"):
-            FolderLock(folder)
+            lock_folder(folder)
+    with pytest.raises(LedgerError, match=r"ledger\.path"):
+        lock_ledger(file / "ledger.db")
     for path in (file / "ledger.db", tmp_path):
         with pytest.raises(LedgerError, match=r"ledger\.path"):
             open_database(path, "process")
 
 
 def test_two_servers_can_not_use_one_data_folder(tmp_path: Path) -> None:
-    lock = FolderLock(tmp_path)
+    lock = lock_folder(tmp_path)
     with pytest.raises(LedgerError, match="Another minserve"):
-        FolderLock(tmp_path)
+        lock_folder(tmp_path)
     lock.release()
     lock.release()
-    FolderLock(tmp_path).release()
+    lock_folder(tmp_path).release()
 
 
 async def test_old_rows_are_deleted_a_few_at_a_time_and_open_ones_never(
