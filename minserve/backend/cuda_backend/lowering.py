@@ -39,6 +39,7 @@ class Lowering:
         if output.op != "linear" or not output.sampled:
             raise ValueError("a forward pass must end with a linear layer on the rows of take")
         self._m, self._output, self._parts = machine, output, parts
+        self._users, self._sole_user = recorder.users, recorder.sole_user
         self._buffers: dict[int, Buffer] = {}  # by id of the value
         self._uses: list[tuple[Instruction, list[Buffer]]] = []
         for value in recorder.values:
@@ -69,16 +70,17 @@ class Lowering:
     def _norm_of_sum(self, total: Value) -> Value | None:
         """The norm that computes this sum on its way, if one can."""
         residual, branch = total.inputs
-        if not residual.residual or residual.users[-1] is not total or branch.residual or not total.users:
+        users = self._users[total]
+        if not residual.residual or self._users[residual][-1] is not total or branch.residual or not users:
             return None
-        user = total.users[0]
-        if user.op == "take" and total.sole_user is user and user.sole_user is not None:
-            user = user.sole_user
+        user = users[0]
+        if user.op == "take" and len(users) == 1:
+            user = self._sole_user(user) or user
         return user if user.op == "rms_norm" else None
 
     def _sum_of_norm(self, norm: Value) -> Value | None:
         """The sum whose fused norm also computes this norm of its branch (Gemma's norms after a branch)."""
-        total = norm.sole_user
+        total = self._sole_user(norm)
         if total is None or total.op != "add" or total.inputs[1] is not norm or norm.inputs[0].residual:
             return None
         return total if self._norm_of_sum(total) is not None else None
@@ -89,7 +91,8 @@ class Lowering:
         self._emit(ops.Embed(self._m, out, v.table, v.scale), out)
 
     def _take(self, v: Value) -> None:
-        if v.sole_user is not None and v.sole_user.op == "rms_norm":
+        user = self._sole_user(v)
+        if user is not None and user.op == "rms_norm":
             return
         out, x = self._buffer(v), self._buffer(v.inputs[0])
         self._emit(ops.Take(self._m, out, x), out, x)
@@ -98,7 +101,7 @@ class Lowering:
         if self._norm_of_sum(v) is not None:
             return
         residual, branch = v.inputs
-        if residual.residual and residual.users[-1] is v:
+        if residual.residual and self._users[residual][-1] is v:
             self._buffers[id(v)] = self._buffer(residual)
         out, a, b = self._buffer(v), self._buffer(residual), self._buffer(branch)
         self._emit(ops.Add(self._m, out, a, b), out, a, b)
@@ -107,7 +110,7 @@ class Lowering:
         if self._sum_of_norm(v) is not None:
             return
         x = v.inputs[0]
-        if x.op == "take" and x.sole_user is v:
+        if x.op == "take" and self._sole_user(x) is v:
             x = x.inputs[0]
         branch, post = None, None
         if x.op == "add" and self._norm_of_sum(x) is v:
@@ -121,14 +124,14 @@ class Lowering:
         self._emit(norm, out, source, branch)
 
     def _linear(self, v: Value) -> None:
-        w, glu = v.weight, v.sole_user
-        if glu is not None and glu.op == "glu" and w.pairs and w.bias is None:
-            out, x, wide = self._buffer(glu), self._narrow(v.inputs[0]), Buffer(self._m.compute, v.cols, v.sampled)
-            self._emit(ops.Linear(self._m, out, x, w, glu.activation, wide), out, x, wide)
+        w, user = v.weight, self._sole_user(v)
+        if user is not None and user.op == "glu" and w.pairs and w.bias is None:
+            out, x, wide = self._buffer(user), self._narrow(v.inputs[0]), Buffer(self._m.compute, v.cols, v.sampled)
+            self._emit(ops.Linear(self._m, out, x, w, user.activation, wide), out, x, wide)
             return
         out, x = self._buffer(v), self._narrow(v.inputs[0])
         self._emit(ops.Linear(self._m, out, x, w), out, x)
-        if w.bias is not None and (v.sole_user is None or v.sole_user.op != "rope_write_kv"):
+        if w.bias is not None and (user is None or user.op != "rope_write_kv"):
             self._emit(ops.AddBias(self._m, out, w.bias), out)
 
     def _glu(self, v: Value) -> None:

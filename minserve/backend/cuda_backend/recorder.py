@@ -6,8 +6,9 @@ launches.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from minserve.backend.base import Activation, Heads
@@ -16,14 +17,16 @@ from minserve.backend.cuda_backend.weights import Matrix, Rope
 
 @dataclass(eq=False, slots=True)
 class Value:
-    """The result of one operation: [T, cols], or [S, cols] if sampled. users are in recording order."""
+    """The result of one operation: [T, cols], or [S, cols] if sampled.
+
+    It knows its inputs and not its users: cycles would keep weights and caches on the device until a full collection.
+    """
 
     op: str
     inputs: tuple[Value, ...]
     cols: int
     sampled: bool
     attributes: Mapping[str, Any]
-    users: list[Value] = field(default_factory=list)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -32,27 +35,31 @@ class Value:
             raise AttributeError(name) from None
 
     @property
-    def sole_user(self) -> Value | None:
-        return self.users[0] if len(self.users) == 1 else None
-
-    @property
     def residual(self) -> bool:
         """Whether this is the residual stream, which is kept in float32."""
         return self.op in ("embed", "add") or (self.op == "take" and self.inputs[0].residual)
 
 
 class Recorder:
-    """The contract's Operations on Values. ValueError where a model's shapes don't fit."""
+    """The contract's Operations on Values. ValueError where a model's shapes don't fit.
+
+    users: what takes each value as an input. Both are in the order of recording.
+    """
 
     def __init__(self) -> None:
         self.values: list[Value] = []
+        self.users: defaultdict[Value, list[Value]] = defaultdict(list)
+
+    def sole_user(self, value: Value) -> Value | None:
+        users = self.users[value]
+        return users[0] if len(users) == 1 else None
 
     def _record(
         self, op: str, inputs: tuple[Value, ...], cols: int, *, sampled: bool = False, **attributes: Any
     ) -> Value:
         value = Value(op, inputs, cols, sampled or any(x.sampled for x in inputs), attributes)
         for x in inputs:
-            x.users.append(value)
+            self.users[x].append(value)
         self.values.append(value)
         return value
 
@@ -88,7 +95,7 @@ class Recorder:
         eps: float = 0.0,
     ) -> Value:
         _require(qkv.cols == heads.cols, f"rope_write_kv on {qkv.cols} columns, the heads have {heads.cols}")
-        _require(not qkv.users, "rope_write_kv works in place, but its input is used elsewhere")
+        _require(not self.users[qkv], "rope_write_kv works in place, but its input is used elsewhere")
         norms = {"q_norm": q_norm, "k_norm": k_norm, "eps": eps}
         return self._record("rope_write_kv", (qkv,), qkv.cols, heads=heads, rope=rope, cache=cache, **norms)
 
