@@ -217,6 +217,8 @@ class Ledger:
                     break
             if batches:
                 error = self._write(batches)
+                if error is None:
+                    self._clean()
                 if not loop.is_closed():
                     loop.call_soon_threadsafe(self._done, batches, error)
 
@@ -229,24 +231,27 @@ class Ledger:
                 for batch in batches:
                     for statement, values in batch.statements:
                         self.database.execute(statement, values)
-            self._clean()
         except sqlite3.Error as error:
             return LedgerError(str(error))
         return None
 
     def _clean(self) -> None:
-        """Retention: a few rows a batch, so that nobody waits for it. A run that may go on keeps all of its rows: they
-        hold its budget."""
+        """Retention: a few rows after a batch, so that nobody waits for it, and whose failure is not the batch's. A run
+        that may go on keeps all of its rows: they hold its budget."""
         now = self._clock()
         if not self._retention_s or now < self._clean_at:
             return
-        with self.database:
-            deleted = self.database.execute(
-                "DELETE FROM calls WHERE seq IN (SELECT seq FROM calls AS old WHERE time < ? AND finish <> ?"
-                " AND NOT (run <> '' AND EXISTS (SELECT 1 FROM calls WHERE run <> '' AND key = old.key"
-                " AND run = old.run AND time >= ?)) LIMIT ?)",
-                (now - self._retention_s, OPEN, now - self._run_idle_s, _CLEAN_ROWS),
-            ).rowcount
+        try:
+            with self.database:
+                deleted = self.database.execute(
+                    "DELETE FROM calls WHERE seq IN (SELECT seq FROM calls AS old WHERE time < ? AND finish <> ?"
+                    " AND NOT (run <> '' AND EXISTS (SELECT 1 FROM calls WHERE run <> '' AND key = old.key"
+                    " AND run = old.run AND time >= ?)) LIMIT ?)",
+                    (now - self._retention_s, OPEN, now - self._run_idle_s, _CLEAN_ROWS),
+                ).rowcount
+        except sqlite3.Error as error:
+            log.warning("old rows could not be deleted: %s", error)
+            deleted = 0
         if deleted < _CLEAN_ROWS:
             self._clean_at = now + _CLEAN_EVERY_S
 

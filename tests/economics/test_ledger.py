@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -211,6 +212,29 @@ def test_two_servers_can_not_use_one_data_folder(tmp_path: Path) -> None:
     lock.release()
     lock.release()
     lock_folder(tmp_path).release()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links need a privilege there")
+def test_a_link_to_a_ledger_is_the_same_ledger(tmp_path: Path) -> None:
+    (tmp_path / "link.db").symlink_to("l.db")
+    lock = lock_ledger(tmp_path / "l.db")
+    with pytest.raises(LedgerError, match=r"link\.db"):
+        lock_ledger(tmp_path / "link.db")
+    lock.release()
+
+
+async def test_rows_that_were_written_are_written_though_old_ones_can_not_be_deleted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ledger = Ledger(tmp_path / "l.db", retention_days=1, clock=lambda: 10 * 86400.0)
+    ledger.database.execute("CREATE TRIGGER keep BEFORE DELETE ON calls BEGIN SELECT RAISE(ABORT, 'kept'); END")
+    ledger.put(row(1, finish="stop"))
+    await ledger.flush()
+    await ledger.commit(row(2))
+    assert ledger.available
+    assert stored(ledger.path, "seq") == [(1,), (2,)]
+    assert caplog.messages == ["old rows could not be deleted: kept"]  # not with every batch
+    await ledger.close()
 
 
 async def test_old_rows_are_deleted_a_few_at_a_time_and_open_ones_never(
