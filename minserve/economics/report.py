@@ -138,6 +138,7 @@ def of_ledger(
     little about a month.
     """
     where, values = chosen.where()
+    where += " AND (key <> '' OR user <> '')"  # refused callers whom nobody knows are no users
     first, last = database.execute(f"SELECT MIN(time), MAX(time) FROM calls WHERE {where}", values).fetchone()
     if first is None:
         raise ValueError("the ledger has no rows that match")

@@ -125,6 +125,17 @@ def test_cost_of_the_ledger(invoke: Invoke, ledger: Ledger, tmp_path: Path) -> N
     assert (tmp_path / "tail.svg").read_text(encoding="utf-8").startswith("<svg")
 
 
+async def test_who_was_refused_without_a_name_is_no_user(invoke: Invoke, ledger: Ledger) -> None:
+    """Strangers would halve the mean, and the time over which they knocked would stretch what users cost."""
+    known = invoke("cost").stdout
+    stranger = Row(seq=ledger.number(), time=time.time() - 90 * 86400, id="s", pool="interactive")
+    stranger.finish, stranger.status = "refused", 401
+    ledger.put(stranger)
+    await ledger.flush()
+    assert invoke("cost").stdout == known
+    assert "no rows that match" in invoke("cost", "--status", "401").stderr
+
+
 def test_cost_of_a_scenario(invoke: Invoke, tmp_path: Path) -> None:
     text = """
         price_per_user = 10.0
