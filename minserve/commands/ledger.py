@@ -13,7 +13,6 @@ from minserve.commands.options import F, config_options, fail, moment, read_sett
 from minserve.config import Config
 from minserve.settings import data_dir
 
-_MODEL_CONTEXT = 8192  # assumed where the configuration does not say
 _EQUAL = ("key", "user", "end-user", "feature", "run", "pool", "finish")
 
 
@@ -82,22 +81,17 @@ def cost(scenario: Path | None, price: float | None, plot: Path | None, **option
             found = report.of_scenario(planned, scenario.stem)
         else:
             config = read_settings(options).config
-            most = {
-                "max_prompt": config.limits.max_input_tokens or config.engine.max_model_len or _MODEL_CONTEXT,
-                "max_output": config.limits.max_tokens * config.limits.max_n,
-            }
             with reading(_path(config)) as database:
                 prices = priced(config.prices, database, time.time())
-                account, caps = report.loosest(config, prices, options["key"], **most)
+                account, bounds = report.loosest(config, prices, options["key"])
                 found = report.of_ledger(
                     database,
                     _filter(options),
                     prices,
                     device_hour=config.prices.device_hour,
-                    limits=caps,
                     account=account,
+                    bounds=bounds,
                     price_per_user=price,
-                    **most,
                 )
         if plot is not None:
             plot.write_text(found.plot(), encoding="utf-8")

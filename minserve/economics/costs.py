@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minserve.config import LimitConfig
-from minserve.economics.prices import NANO, Prices
+from minserve.economics.prices import Prices
 from minserve.economics.settlement import rank
 from minserve.economics.windows import SECONDS, Span
 
@@ -71,13 +71,11 @@ class Ceiling:
     cost: float
 
 
-def ceilings(limits: Sequence[LimitConfig], prices: Prices, *, max_prompt: int, max_output: int) -> list[Ceiling]:
+def ceilings(limits: Sequence[LimitConfig], prices: Prices, *, dearest_call: float) -> list[Ceiling]:
     """Every cap with what it bounds, tightest first: that one bounds the worst case.
 
-    A call can cost at most max_prompt and max_output tokens (over all of its choices). Rolling and calendar caps bound
-    the same number of periods in a month.
+    Rolling and calendar caps bound the same number of periods in a month.
     """
-    dearest_call = prices.cost(max_prompt, 0, max_output) / NANO
     dearest_token = max(prices.prefill, prices.decode) / 10**12
     found = []
     for limit in limits:

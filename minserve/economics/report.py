@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sqlite3
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from minserve.config import AccountConfig, Config, LimitConfig, UserConfig
 from minserve.economics.costs import DAYS, Ceiling, Device, Margin, Spread, ceilings
@@ -16,6 +16,8 @@ from minserve.economics.plot import tail_plot
 from minserve.economics.prices import NANO, Prices
 from minserve.economics.queries import Filter
 from minserve.economics.scenario import Scenario
+
+_MODEL_CONTEXT = 8192  # assumed where the configuration does not say
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,11 @@ def of_scenario(scenario: Scenario, name: str = "scenario") -> Report:
         prices.currency,
         costs,
         Spread.of(costs),
-        ceilings(scenario.limits, prices, max_prompt=scenario.max_prompt, max_output=scenario.max_output),
+        ceilings(
+            scenario.limits,
+            prices,
+            dearest_call=prices.cost(scenario.max_prompt, 0, scenario.max_output) / NANO,
+        ),
         None if price is None else Margin.of(costs, price),
     )
 
@@ -126,15 +132,13 @@ def of_ledger(
     prices: Prices,
     *,
     device_hour: float | None = None,
-    limits: Sequence[LimitConfig] = (),
     account: str = "",
-    max_prompt: int,
-    max_output: int,
+    bounds: Sequence[Ceiling] = (),
     price_per_user: float | None = None,
 ) -> Report:
     """What users (key, user and end user) cost, scaled from the time the rows span to a month.
 
-    account: whose the limits are. ValueError if no row matches. Less than a day of rows counts as a day: an hour says
+    account: whose the bounds are. ValueError if no row matches. Less than a day of rows counts as a day: an hour says
     little about a month.
     """
     where, values = chosen.where()
@@ -150,7 +154,7 @@ def of_ledger(
         prices.currency,
         costs,
         Spread.of(costs),
-        ceilings(limits, prices, max_prompt=max_prompt, max_output=max_output),
+        list(bounds),
         None if price_per_user is None else Margin.of(costs, price_per_user),
         _lengths(database, where, values),
         _device(database, chosen),
@@ -160,10 +164,9 @@ def of_ledger(
     )
 
 
-def loosest(
-    config: Config, prices: Prices, key: str | None, *, max_prompt: int, max_output: int
-) -> tuple[str, tuple[LimitConfig, ...]]:
-    """The account under which one user can cost most, and its caps: its own, its user's and those of each end user.
+def loosest(config: Config, prices: Prices, key: str | None) -> tuple[str, list[Ceiling]]:
+    """The account under which one user can cost most, and what bounds that, tightest first: its own caps, its user's,
+    those of each end user, and the server's limit.
 
     Named as in the configuration: keys.NAME, or local. key: only this one. ValueError if there is no such key.
     """
@@ -171,17 +174,30 @@ def loosest(
         raise ValueError(f"there is no key {key!r} in the configuration")
     keys: Mapping[str, AccountConfig] = config.keys if key is None else {key: config.keys[key]}
     accounts = {f"keys.{name}": account for name, account in keys.items()} or {"local": config.local}
+    found = {name: _bounds(account, config, prices) for name, account in accounts.items()}
+    name = max(found, key=lambda name: found[name][0].cost if found[name] else math.inf)
+    return name, found[name]
 
-    def caps(account: AccountConfig) -> tuple[LimitConfig, ...]:
-        user = config.users.get(account.user, UserConfig())
-        return (*account.limits, *account.end_user_limits, *user.limits)
 
-    def bound(account: AccountConfig) -> float:
-        found = ceilings(caps(account), prices, max_prompt=max_prompt, max_output=max_output)
-        return found[0].cost if found else math.inf
+def _bounds(account: AccountConfig, config: Config, prices: Prices) -> list[Ceiling]:
+    user = config.users.get(account.user, UserConfig())
+    caps = (*account.limits, *account.end_user_limits, *user.limits)
+    found = ceilings(caps, prices, dearest_call=_dearest_call(account, config, prices))
+    spend = config.spend
+    if spend.limit is not None:
+        server = LimitConfig(period=spend.period, rolling=spend.rolling, money=spend.limit)
+        (whole,) = ceilings((server,), prices, dearest_call=0)
+        found.append(replace(whole, name=f"the server's limit of {whole.name}"))
+    return sorted(found, key=lambda ceiling: ceiling.cost)
 
-    name = max(accounts, key=lambda name: bound(accounts[name]))
-    return name, caps(accounts[name])
+
+def _dearest_call(account: AccountConfig, config: Config, prices: Prices) -> float:
+    """As many prompts as a call may hold, each with as many answers and all of them as long as they may be."""
+    limits = config.limits
+    prompt = limits.max_input_tokens or config.engine.max_model_len or _MODEL_CONTEXT
+    output = limits.max_n * limits.max_tokens
+    cost = prices.cost(limits.max_prompts * prompt, 0, limits.max_prompts * output) / NANO
+    return cost if account.max_call_cost is None else min(cost, account.max_call_cost)
 
 
 def _lengths(database: sqlite3.Connection, where: str, values: Sequence[object]) -> Lengths:

@@ -10,8 +10,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
-from minserve.config import Config, LimitConfig, UserConfig
+from minserve.config import AccountConfig, Config, LimitConfig, LimitsConfig, PricesConfig, SpendConfig, UserConfig
 from minserve.economics.ledger import Ledger
 from minserve.economics.prices import Prices
 from minserve.economics.report import loosest
@@ -162,10 +163,37 @@ def test_the_worst_case_is_that_of_the_loosest_account() -> None:
         keys={"a": keyed("a", user="ann", limits=(tight,)), "b": keyed("b", user="bob", end_user_limits=(loose,))},
         users={"ann": UserConfig(limits=(loose,))},
     )
-    most = {"max_prompt": 1000, "max_output": 1000}
     free = Prices()
-    assert loosest(config, free, None, **most) == ("keys.b", (loose,))
-    assert loosest(config, free, "a", **most) == ("keys.a", (tight, loose))
-    assert loosest(Config(), free, None, **most) == ("local", ())
+    assert bounds(config, free) == ("keys.b", ["5 USD per day"])
+    assert bounds(config, free, "a") == ("keys.a", ["1 USD per day", "5 USD per day"])
+    assert bounds(Config(), free) == ("local", [])
     with pytest.raises(ValueError, match="no key 'c'"):
-        loosest(config, free, "c", **most)
+        loosest(config, free, "c")
+
+
+def bounds(config: Config, prices: Prices, key: str | None = None) -> tuple[str, list[str]]:
+    account, found = loosest(config, prices, key)
+    return account, [ceiling.name for ceiling in found]
+
+
+def test_the_dearest_call_has_all_prompts_and_answers_unless_the_account_caps_its_cost() -> None:
+    """Two prompts of 1,000 tokens with three answers of 500 each: 2,000 at 1 and 3,000 at 2 per million."""
+    prices = Prices.of(PricesConfig(prefill=1.0, decode=2.0))
+    limits = LimitsConfig(max_input_tokens=1000, max_prompts=2, max_n=3, max_tokens=500)
+    account = AccountConfig(limits=(LimitConfig(period="day", requests=10),))
+    config = Config(limits=limits, local=account)
+    _, (worst,) = loosest(config, prices, None)
+    assert worst.name == "10 requests per day"
+    assert worst.cost == pytest.approx(30 * 10 * 0.008)
+    capped = replace(config, local=replace(account, max_call_cost=0.002))
+    assert loosest(capped, prices, None)[1][0].cost == pytest.approx(30 * 10 * 0.002)
+
+
+def test_the_servers_limit_bounds_one_user_too(invoke: Invoke, ledger: Ledger) -> None:
+    stdout = invoke("cost", "--set", "spend.limit=20").stdout
+    assert "bounded by the server's limit of 20 USD per day: at most 600 USD" in stdout
+    config = Config(
+        spend=SpendConfig(limit=1.0, period="hour", rolling=True),
+        local=AccountConfig(limits=(LimitConfig(period="day", money=5.0),)),
+    )
+    assert bounds(config, Prices())[1] == ["5 USD per day", "the server's limit of 1 USD in any hour"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ET
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -100,7 +99,7 @@ def test_spread_and_margin_of_a_few_users() -> None:
 def test_every_kind_of_cap_bounds_a_month() -> None:
     prices = Prices.of(PricesConfig(prefill=1.0, decode=2.0))
     caps = (LimitConfig(period="hour", rolling=True, requests=10, tokens=1_000_000, money=3.0),)
-    found = {c.name: c.cost for c in ceilings(caps, prices, max_prompt=1000, max_output=500)}
+    found = {c.name: c.cost for c in ceilings(caps, prices, dearest_call=0.002)}
     assert found == {
         "10 requests in any hour": pytest.approx(720 * 10 * 0.002),
         "1000000 tokens in any hour": pytest.approx(720 * 2.0),
@@ -129,10 +128,9 @@ async def test_the_ledgers_report_scales_to_a_month_and_prices_idle_time(tmp_pat
     prices = Prices.of(PricesConfig(decode=1.0, device_hour=3.0, prefill_tokens_per_s=10.0))
     with reading(ledger.path) as database:
         stored = database.execute("SELECT hour, wall_s FROM device_hours ORDER BY hour").fetchall()
-        most: dict[str, Any] = {"max_prompt": 10, "max_output": 10}
-        report = of_ledger(database, Filter(), prices, device_hour=3.0, price_per_user=50.0, **most)
+        report = of_ledger(database, Filter(), prices, device_hour=3.0, price_per_user=50.0)
         with pytest.raises(ValueError, match="no rows"):
-            of_ledger(database, Filter(user="nobody"), prices, **most)
+            of_ledger(database, Filter(user="nobody"), prices)
     assert stored == [(100, 3600.0), (101, 3600.0), (102, 0.0)]
     assert sorted(report.costs) == pytest.approx([10.0, 10.0, 80.0])  # three days, so ten times
     assert report.lengths is not None
