@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -89,14 +89,27 @@ class AsyncEngine:
         self._task = asyncio.create_task(self._loop(), name="minserve-steps")
 
     def submit(self, submission: Submission) -> Stream:
-        """Queue a submission. RequestError 400 if it can never fit, 503 if the queue is full or nothing is accepted."""
+        """Queue a submission; RequestError as `submit_all`."""
+        return self.submit_all([submission])[0]
+
+    def submit_all(self, submissions: Sequence[Submission]) -> list[Stream]:
+        """Queue what belongs to one call and one pool, all of it or nothing.
+
+        The queue is judged once, so that a call which fills it alone still runs where nobody waits.
+        RequestError 400 if one can never fit, 503 if the queue is full or nothing is accepted.
+        """
         if self.failure is not None:
             raise self.failure
         if self.state is not State.READY:
             raise RequestError("The server is shutting down.", status=503, code="draining", retry_after=5)
-        verdict = admit(submission, self.engine.scheduler.limits, self._load(submission.pool))
-        if not isinstance(verdict, Accept):
-            raise verdict.error()
+        load = self._load(submissions[0].pool)
+        for submission in submissions:
+            verdict = admit(submission, self.engine.scheduler.limits, load)
+            if not isinstance(verdict, Accept):
+                raise verdict.error()
+        return [self._open(submission) for submission in submissions]
+
+    def _open(self, submission: Submission) -> Stream:
         self.engine.submit(submission)
         stream = self._streams[submission.id] = Stream(submission, self.abort, self.engine.progress)
         if submission.deadline is not None or submission.queue_deadline is not None:

@@ -80,7 +80,7 @@ class PoolConfig(Section, frozen=True):
     max_num_seqs: Natural = 0  # 0 = all seats
     token_share: Share = 0.5
     kv_share: Share = 0.5
-    max_queue: Count = 256  # requests that wait; more are refused with 503
+    max_queue: Count = 256  # requests that wait; while so many do, further calls are refused with 503
     queue_timeout_s: Seconds = 30.0
     token_gap_s: Seconds | None = None  # instead of timeouts.token_gap_s; a preempted or paused request is silent too
     first_token_s: Seconds | None = None  # instead of timeouts.first_token_s

@@ -160,6 +160,27 @@ async def test_a_full_queue_refuses_with_a_time_to_come_back() -> None:
         await asyncio.gather(*(read(s) for s in streams))
 
 
+async def test_a_call_larger_than_the_queue_runs_where_nobody_waits_and_else_is_refused_whole() -> None:
+    async with running(max_queue=2, max_num_seqs=1) as serving:
+        call = [submission(PROMPT, f"r{i}", n=2, max_tokens=4) for i in range(4)]
+        streams = serving.submit_all(call)
+        with pytest.raises(RequestError) as error:
+            serving.submit_all([submission(PROMPT, f"late{i}") for i in range(2)])
+        assert (error.value.status, error.value.code) == (503, "queue_full")
+        assert sum(serving.status().waiting.values()) == 8
+        for stream in streams:
+            assert {delta.finish for delta in await read(stream)} >= {FinishReason.LENGTH}
+        assert len(await read(serving.submit(submission(PROMPT, "after")))) > 0
+
+
+async def test_a_call_of_which_one_prompt_can_never_fit_is_refused_whole() -> None:
+    async with running(num_blocks=8, block_size=4) as serving:
+        with pytest.raises(RequestError) as error:
+            serving.submit_all([submission(PROMPT, "fits"), submission([1] * 32, "never")])
+        assert error.value.code == "context_length_exceeded"
+        idle(serving)
+
+
 # bug: 59
 @pytest.mark.parametrize("idle", [0.0, 1.0])
 async def test_the_time_to_come_back_is_right_within_a_factor_of_two(idle: float) -> None:

@@ -62,7 +62,7 @@ def settle(
         return
     read = sum(
         _prompt_read(len(prompt), stream, rows)
-        for prompt, stream, rows in zip(call.prompts, streams, computed, strict=False)
+        for prompt, stream, rows in zip(call.prompts, streams, computed, strict=True)
     )
     reservation.settle(Settlement.of(outcomes, status=ending.status, code=ending.code, computed=read))
 

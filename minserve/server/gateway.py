@@ -90,7 +90,7 @@ class Gateway:
         ending = Ending()
         linger = False
         try:
-            streams.extend(map(self._engine.submit, self._submissions(call)))
+            streams.extend(self._engine.submit_all(self._submissions(call)))
             generation = self._live[call.id] = self._generation(call, streams, reservation)
             yield generation
         except RequestError as error:

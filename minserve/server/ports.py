@@ -5,7 +5,7 @@ Owns no code. Tests put a scripted engine in its place.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol
 
 from minserve.async_engine import EngineStatus, LiveRequest, State
@@ -42,8 +42,8 @@ class ServingEngine(Protocol):
     @property
     def state(self) -> State: ...
 
-    def submit(self, submission: Submission) -> TokenStream:
-        """RequestError 400 if it can never fit, 503 if nothing more is taken now."""
+    def submit_all(self, submissions: Sequence[Submission]) -> Sequence[TokenStream]:
+        """A call's, all or none. RequestError 400 if one can never fit, 503 if nothing more is taken now."""
         ...
 
     def abort(self, submission_id: str, error: RequestError | None = None) -> bool: ...

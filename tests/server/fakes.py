@@ -165,6 +165,9 @@ class FakeEngine:
         self.arrived.set()
         return stream
 
+    def submit_all(self, submissions: Sequence[Submission]) -> list[FakeStream]:
+        return [self.submit(submission) for submission in submissions]
+
     async def stream(self) -> FakeStream:
         """The next stream that is opened, or the latest one."""
         await asyncio.wait_for(self.arrived.wait(), 5)

@@ -24,6 +24,7 @@ from minserve.server.batch_file import Batch, Runner, Status, run
 from minserve.server.batch_lines import BatchError, Line, Results, answered, faulty, read_lines, read_results, scan
 from minserve.server.batch_server import server_answers
 from tests.server.fakes import CHAT, COMPLETION, FakeEngine, FakeStream, Server, keyed, say, serving
+from tests.server.real import real_server
 
 WIDE = 1 << 20
 
@@ -244,6 +245,14 @@ async def test_a_full_queue_is_waited_for_and_an_exhausted_budget_waits_for_anot
         await run_batch(way, server, source, tmp_path / "out.jsonl")
     found = {each["custom_id"]: each["response"] for each in results_of(tmp_path / "out.jsonl")}
     assert {name: each["status_code"] for name, each in found.items()} == {"a": 200, "b": 200, "c": 200}
+
+
+async def test_a_line_larger_than_the_queue_is_answered(way: str, tmp_path: Path) -> None:
+    body = COMPLETION | {"prompt": ["a", "b", "c"], "n": 2, "max_tokens": 2, "ignore_eos": True}
+    source = write(tmp_path / "in.jsonl", line("a", body), line("b", body))
+    async with real_server(max_queue=4, local=BULK) as (server, _):
+        results = await run_batch(way, server, source, tmp_path / "out.jsonl")
+    assert (results.done, results.failed) == ({"a", "b"}, 0)
 
 
 async def test_a_key_pays_where_keys_are_configured(way: str, tmp_path: Path) -> None:

@@ -39,6 +39,28 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
+async def test_a_call_that_fills_the_queue_alone_runs_where_nobody_waits() -> None:
+    body = {**COMPLETION, **GREEDY, "prompt": ["a", "b", "c"], "n": 2, "max_tokens": 3}
+    async with real_server(max_queue=4) as (server, assembly):
+        status, reply = await server.post("/v1/completions", body)
+        assert (status, len(reply["choices"])) == (200, 6)
+        idle_invariants(server, assembly)
+
+
+async def test_a_call_that_a_full_queue_refuses_is_refused_in_its_row_and_in_the_metrics() -> None:
+    body = {**COMPLETION, **GREEDY, "prompt": ["a", "b"], "max_tokens": 100}
+    async with real_server(msgspec.structs.replace(SMALL, max_num_seqs=1), max_queue=1) as (server, assembly):
+        first = asyncio.create_task(server.post("/v1/completions", body))
+        await until(lambda: sum(server.engine.status().waiting.values()) > 0)
+        status, reply = await server.post("/v1/completions", body)
+        assert (status, reply["error"]["code"]) == (503, "queue_full")
+        assert [(row.finish, row.status, row.cost) for row in server.rows] == [("refused", 503, 0)]
+        async with server.session.get(server.url + "/metrics") as response:
+            assert 'vllm:admission_rejections_total{model_name="tiny",reason="queue_full"} 1.0' in await response.text()
+        assert (await first)[0] == 200
+        idle_invariants(server, assembly)
+
+
 async def test_streaming_and_whole_answers_agree_whatever_shares_the_batch() -> None:
     async with real_server() as (server, assembly):
         bodies = [{**COMPLETION, **GREEDY, "prompt": "word " * i, "max_tokens": 20} for i in range(1, 9)]

@@ -191,24 +191,6 @@ async def test_numbers_that_no_ledger_holds_do_it_no_harm(tmp_path: Path) -> Non
     assert found == [(400, -(2**31) + 1), (400, None), (400, 2**31 - 1), (200, 2**31 - 1)]
 
 
-async def test_when_a_later_prompt_is_refused_the_earlier_ones_end_too() -> None:
-    engine = FakeEngine(None)
-    submit = engine.submit
-
-    def second_is_too_much(submission: Any) -> Any:
-        if engine.submissions:
-            raise RequestError("Full.", status=503, code="queue_full")
-        return submit(submission)
-
-    engine.submit = second_is_too_much  # type: ignore[method-assign]
-    async with serving(engine) as server:
-        status, _ = await server.post("/v1/completions", {**COMPLETION, "prompt": ["a", "b", "c"]})
-        assert status == 503
-        await server.settled()
-        assert not engine.streams
-        assert len(server.rows) == 1
-
-
 QUICK = TimeoutsConfig(first_token_s=0.2, token_gap_s=0.2, total_s=1.0, sse_keep_alive_s=0.1)
 
 
