@@ -104,7 +104,7 @@ def _answers(
 ) -> AbstractAsyncContextManager[Answers | None]:
     if batch.url is None:
         return engine_answers(config, batch.api_key, say, stop)
-    return server_answers(batch.url, batch.api_key)
+    return server_answers(batch.url, batch.api_key, stop)
 
 
 class Runner:

@@ -27,14 +27,24 @@ _NOT_OURS = "no_openai_error"  # a proxy's page, or another kind of server
 
 
 @asynccontextmanager
-async def server_answers(url: str, api_key: str | None) -> AsyncIterator[Answers]:
-    """The server at `url`. BatchError if it is none or refuses the key, BackendError if it can't be reached."""
+async def server_answers(url: str, api_key: str | None, stop: asyncio.Event) -> AsyncIterator[Answers | None]:
+    """The server at `url`. None: told to stop before it said anything.
+
+    BatchError if it is none or refuses the key, BackendError if it can't be reached.
+    """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(headers=headers, timeout=_TIMEOUT, connector=connector) as session:
         answers = ServerAnswers(session, url.rstrip("/").removesuffix("/v1"))
-        await answers.check()
-        yield answers
+        checking, stopping = asyncio.ensure_future(answers.check()), asyncio.ensure_future(stop.wait())
+        await asyncio.wait((checking, stopping), return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if checking.done():
+            await checking
+            yield answers
+        else:
+            checking.cancel()
+            yield None
 
 
 class ServerAnswers:

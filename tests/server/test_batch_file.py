@@ -148,7 +148,9 @@ async def running(
         if way == "engine":
             answers: Answers = EngineAnswers(server.services, asked.api_key)
         else:
-            answers = await cleanup.enter_async_context(server_answers(server.url, asked.api_key))
+            found = await cleanup.enter_async_context(server_answers(server.url, asked.api_key, asyncio.Event()))
+            assert found is not None
+            answers = found
         yield Runner(server.services.config, asked, answers, results, scan(source, WIDE)), results
 
 
@@ -318,9 +320,9 @@ async def test_a_server_that_is_gone_or_is_another_ends_the_run_and_fails_no_lin
     source, target = write(tmp_path / "in.jsonl", line("a"), line("b")), tmp_path / "out.jsonl"
     async with serving(local=BULK) as server:
         with pytest.raises(BatchError, match=r"/nowhere: There is no such route\."):
-            async with server_answers(server.url + "/nowhere", None):
+            async with server_answers(server.url + "/nowhere", None, asyncio.Event()):
                 pass
-        async with server_answers(server.url + "/v1/", None):
+        async with server_answers(server.url + "/v1/", None, asyncio.Event()):
             pass
         async with running("server", server, source, target) as (runner, results):
             await server.site.close()
@@ -328,7 +330,7 @@ async def test_a_server_that_is_gone_or_is_another_ends_the_run_and_fails_no_lin
     assert "can't be reached" in str(runner.fault)
     assert not results.done
     with pytest.raises(BackendError, match="can't be reached"):
-        async with server_answers(server.url, None):
+        async with server_answers(server.url, None, asyncio.Event()):
             pass
 
 
@@ -337,6 +339,26 @@ def test_a_server_that_is_not_there_is_said(tmp_path: Path, capsys: pytest.Captu
     batch = Batch(source, tmp_path / "out.jsonl", url="http://127.0.0.1:1")
     assert run(Config(), batch, progress=lambda *_: None, say=SAID.append) == Status.FAILED
     assert "http://127.0.0.1:1 can't be reached" in capsys.readouterr().err
+
+
+async def test_a_run_that_is_stopped_while_its_server_says_nothing_ends_at_once() -> None:
+    asked, stop = asyncio.Event(), asyncio.Event()
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.set()
+        await reader.read()  # until the client has gone
+        writer.close()
+
+    async def stop_when_asked() -> None:
+        await asked.wait()
+        stop.set()
+
+    async with await asyncio.start_server(silent, "127.0.0.1", 0) as server, asyncio.timeout(5):
+        stopping = asyncio.create_task(stop_when_asked())
+        port = server.sockets[0].getsockname()[1]
+        async with server_answers(f"http://127.0.0.1:{port}", None, stop) as answers:
+            assert answers is None
+        await stopping
 
 
 @pytest.mark.parametrize(("pool", "ends"), [(None, True), ("bulk", False)])
