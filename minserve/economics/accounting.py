@@ -266,11 +266,17 @@ class Accounting:
         """`x-ratelimit-*` for a reply to `identity`."""
         return rate_headers(self.limiter, self.payers.shown(identity), self.clock())
 
-    def reset(self, scope: Scope) -> None:
-        """An operator forgives: the scope's counters start again at zero, also after a restart."""
+    def reset(self, scope: Scope) -> bool:
+        """An operator forgives: the scope's counters start again at zero, also after a restart. False if nothing is
+        counted there. What a run has declared stays declared."""
+        if not self.limiter.knows(scope):
+            return False
         self.limiter.forget(scope)
+        if scope.kind == "run":
+            self._runs.began(*scope.name, self.clock())
         if self.ledger is not None:
             self.ledger.execute(*reset_statement(scope, self.clock()))
+        return True
 
     def _check_price(self, account: AccountConfig, cost: int) -> None:
         if account.max_call_cost is not None and cost > nano(account.max_call_cost):

@@ -17,7 +17,7 @@ from minserve.economics.limits import Scope
 from minserve.economics.rows import REFUSED, STATIC
 from minserve.economics.windows import Amount, Period
 
-_COLUMNS: dict[str, tuple[str, ...]] = {
+SCOPE_COLUMNS: dict[str, tuple[str, ...]] = {  # what a scope of each kind is named by
     "server": (),
     "key": ("key",),
     "user": ("user",),
@@ -38,7 +38,7 @@ def usage(
 
     since: rows from then on; default: those that still count in the period.
     """
-    columns = _COLUMNS[kind]
+    columns = SCOPE_COLUMNS[kind]
     bucket = "0" if period.grain is None else f"CAST(time / {period.grain!r} AS INTEGER)"
     resets = {
         tuple(json.loads(name)): time

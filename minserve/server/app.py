@@ -36,6 +36,7 @@ def create_app(services: Services) -> web.Application:
             web.post("/tokenize", info.tokenize),
             web.post("/detokenize", info.detokenize),
             web.post("/abort", info.abort),
+            web.post("/limits/reset", info.reset),
             web.get("/health", info.health),
             web.get("/ready", info.ready),
             web.get("/metrics", info.metrics),

@@ -13,6 +13,8 @@ from aiohttp import web
 
 import minserve
 from minserve.async_engine import State
+from minserve.economics.history import SCOPE_COLUMNS
+from minserve.economics.limits import Scope
 from minserve.observe.metrics import CONTENT_TYPE
 from minserve.request import RequestError
 from minserve.server.errors import not_found
@@ -25,6 +27,7 @@ from minserve.server.schema import (
     AbortBody,
     DetokenizeBody,
     Message,
+    ResetBody,
     TemplateFields,
     TokenizeBody,
     refuse_of,
@@ -128,7 +131,7 @@ class InfoRoutes:
     async def _text(self, request: web.Request, job: Callable[[], Any]) -> Any:
         return await self._s.text.run(identity_of(request).key, job)
 
-    # -- a call in flight
+    # -- what calls do and have done
 
     async def abort(self, request: web.Request) -> web.Response:
         body = to_struct(await read_fields(request), AbortBody)
@@ -136,6 +139,17 @@ class InfoRoutes:
         if not self._s.gateway.abort(call, identity_of(request)):
             raise not_found("No such request is running.", "request_not_found", "id")
         return json_response({"aborted": body.id})
+
+    async def reset(self, request: web.Request) -> web.Response:
+        """An operator forgives: what a scope has used so far counts no more."""
+        body = to_struct(await read_fields(request), ResetBody)
+        names = {column: getattr(body, column) for column in SCOPE_COLUMNS[body.scope]}
+        for column, name in names.items():
+            if name is None:
+                raise RequestError(f"`{column}` is needed to reset this scope.", param=column)
+        if not self._s.accounting.reset(Scope(body.scope, tuple(names.values()))):
+            raise not_found("Nothing is counted there.", "nothing_counted", next(reversed(names), "scope"))
+        return json_response({"reset": {"scope": body.scope, **names}})
 
     # -- how it is
 

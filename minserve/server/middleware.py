@@ -30,7 +30,7 @@ request_log = structlog.stdlib.get_logger("minserve.request")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 OPEN_ROUTES = frozenset({"/", "/static/{name}", "/health", "/ready"})
-ADMIN_ROUTES = frozenset({"/metrics", "/status"})
+ADMIN_ROUTES = frozenset({"/metrics", "/status", "/limits/reset"})
 GENERATING_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions"})
 _QUIET = frozenset({"/health", "/ready", "/metrics", "/status", "/static/{name}"})  # asked again and again
 

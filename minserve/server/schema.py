@@ -130,6 +130,17 @@ class AbortBody(msgspec.Struct, kw_only=True):
     id: str
 
 
+class ResetBody(msgspec.Struct, kw_only=True):
+    """Whose counters; names as the ledger's columns have them."""
+
+    scope: Literal["server", "key", "user", "end_user", "token", "run"]
+    key: str = ""  # without keys there is only that of [local]
+    user: str | None = None
+    end_user: str | None = None
+    token: str | None = None
+    run: str | None = None
+
+
 # Field -> the values that ask for nothing and may pass. Everything else is refused by name.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     # OpenAI

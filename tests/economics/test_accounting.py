@@ -178,12 +178,28 @@ async def test_an_operator_can_reset_a_budget_and_a_restart_respects_it(tmp_path
     accounting = Accounting.open(config, tmp_path)
     open_one = await accounting.reserve(call(accounting))
     await refused(accounting, call(accounting))
-    accounting.reset(Scope("key", ("",)))
+    assert accounting.reset(Scope("key", ("",)))
+    assert not accounting.reset(Scope("user", ("local",)))  # nothing is counted there
     open_one.settle(DONE)  # its refund reaches nobody
     await accounting.close()
     again = Accounting.open(config, tmp_path)
     (await again.reserve(call(again))).settle(DONE)
     await refused(again, call(again))
+    await again.close()
+
+
+async def test_a_run_that_was_reset_keeps_the_budget_it_declared(tmp_path: Path) -> None:
+    accounting = Accounting.open(local(), tmp_path)
+    declaring = narrow(accounting.identify(None), {"X-Run-ID": "r", "X-Run-Max-Calls": "1"}, None, None)
+    later = narrow(accounting.identify(None), {"X-Run-ID": "r"}, None, None)
+    (await accounting.reserve(call(accounting, declaring))).settle(DONE)
+    await refused(accounting, call(accounting, later))
+    assert accounting.reset(Scope("run", ("", "r")))
+    (await accounting.reserve(call(accounting, later))).settle(DONE)
+    assert (await refused(accounting, call(accounting, later))).code == "run_budget_exceeded"
+    await accounting.close()
+    again = Accounting.open(local(), tmp_path)
+    assert (await refused(again, call(again, later))).code == "run_budget_exceeded"
     await again.close()
 
 

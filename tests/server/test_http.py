@@ -21,8 +21,11 @@ from minserve.config import (
     PoolConfig,
     PoolsConfig,
     PricesConfig,
+    RunConfig,
     ServerConfig,
+    SpendConfig,
     TimeoutsConfig,
+    UserConfig,
 )
 from minserve.engine import Progress
 from minserve.request import TextDelta
@@ -452,6 +455,7 @@ async def test_foreign_pages_and_rebound_names_are_refused(server: Server) -> No
     [
         *("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/tiny", "/tokenize", "/detokenize"),
         *("/abort", "/metrics", "/status", "/version", "/v1/chat/completions/render", "/missing", "/docs"),
+        "/limits/reset",
         *("//v1/models", "/V1/models", "/v1/models/", "/v1//models", "/./v1/models", "/static/../v1/models"),
         *("/%761/models", "/health/../v1/models", "/health/", "/HEALTH", "//health", "/static/", "/ready/x"),
         *("/v1/models?x=/health", "/health%2f..%2fstatus", "http://127.0.0.1/v1/models"),
@@ -496,6 +500,63 @@ async def test_keys_open_routes_and_only_admins_see_the_numbers() -> None:
             assert (status, error(403, reply)["code"]) == (403, "admin_required")
             async with server.session.get(server.url + path, headers=ROOT) as response:
                 assert response.status == 200
+
+
+ONE_A_DAY = (LimitConfig(period="day", requests=1),)
+TIGHT = {
+    "keys": {"ann": keyed("secret", user="ann", limits=ONE_A_DAY), "root": KEYS["root"]},
+    "end_users": {"ann": keyed("secret", user="ann", end_user_limits=ONE_A_DAY), "root": KEYS["root"]},
+    "runs": {"ann": keyed("secret", user="ann", run=RunConfig(max_calls=1)), "root": KEYS["root"]},
+}
+
+
+@pytest.mark.parametrize(
+    ("sections", "scope"),
+    [
+        ({"keys": TIGHT["keys"]}, {"scope": "key", "key": "ann"}),
+        ({"keys": KEYS, "users": {"ann": UserConfig(limits=ONE_A_DAY)}}, {"scope": "user", "user": "ann"}),
+        ({"keys": TIGHT["end_users"]}, {"scope": "end_user", "key": "ann", "end_user": "bob"}),
+        ({"keys": TIGHT["runs"]}, {"scope": "run", "key": "ann", "run": "r1"}),
+        ({"keys": KEYS, "spend": SpendConfig(limit=40e-6), "prices": PricesConfig(decode=2.0)}, {"scope": "server"}),
+        ({"local": AccountConfig(limits=ONE_A_DAY)}, {"scope": "key"}),
+    ],
+    ids=lambda value: value.get("scope", ""),
+)
+async def test_an_admin_can_reset_what_is_counted(sections: dict[str, Any], scope: dict[str, str]) -> None:
+    """Sixteen tokens may cost 32 millionths: the server's limit has room for one call that is not settled at less."""
+    engine = FakeEngine(say("x" * 16))
+    headers = {**ANN, "X-Run-ID": "r1"}
+    async with serving(engine, **sections) as server:
+        for reset in (False, True):
+            if reset:
+                status, reply = await server.post("/limits/reset", scope, headers=ROOT)
+                assert (status, reply["reset"]["scope"]) == (200, scope["scope"])
+            for expected in (200, 429):
+                status, _ = await server.post("/v1/completions", COMPLETION | {"user": "bob"}, headers=headers)
+                assert status == expected
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({}, 400, "scope"),
+        ({"scope": "feature"}, 400, "scope"),
+        ({"scope": "user"}, 400, "user"),
+        ({"scope": "end_user", "key": "ann"}, 400, "end_user"),
+        ({"scope": "run", "key": "ann", "run": 3}, 400, "run"),
+        ({"scope": "key", "key": "typo"}, 404, "key"),
+        ({"scope": "run", "key": "ann", "run": "typo"}, 404, "run"),
+        ({"scope": "server"}, 404, "scope"),
+    ],
+)
+async def test_a_reset_names_what_it_can_not_find_and_needs_an_admin(
+    body: dict[str, Any], status: int, param: str
+) -> None:
+    async with serving(keys=TIGHT["keys"]) as server:
+        found, reply = await server.post("/limits/reset", body, headers=ROOT)
+        assert (found, error(status, reply)["param"]) == (status, param)
+        found, reply = await server.post("/limits/reset", body, headers=ANN)
+        assert (found, error(403, reply)["code"]) == (403, "admin_required")
 
 
 async def test_tenants_have_caches_of_their_own_and_salts_chain_inside() -> None:
