@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from minserve.backend.base import BackendError, Peaks
 from tests.gpu import correctness, machine, model_speed, speed
@@ -19,8 +20,7 @@ from tests.gpu.report import Report
 ROOT = Path(__file__).parents[2]
 SECONDS = 350  # all together
 PRESETS = ("llama-1b", "llama-8b")
-PEER = {"llama-1b": (1, 64), "llama-8b": (1, 64)}  # batches that the peer is asked for
-PEER_SECONDS = 75  # for a preset: mostly compilation
+PEER_SECONDS = 45  # that a preset of the peer's needs at least: to import, and to compile for one batch
 
 
 def facts(target: Target, report: Report) -> None:
@@ -40,34 +40,41 @@ def commit() -> str:
         return "unknown"
 
 
+def ask_peer(preset: str, seconds: float) -> tuple[list[dict[str, Any]], str]:
+    """torch_peer's line for each batch that it got to, from the smallest on, and why there are no more of them."""
+    batches, context = model_speed.BATCHES, model_speed.CONTEXT
+    ask = {"preset": preset, "batches": batches, "context": context, "device": "cuda"}
+    command = [sys.executable, "-m", "tests.gpu.torch_peer", json.dumps(ask)]
+    try:
+        done = subprocess.run(command, capture_output=True, cwd=ROOT, timeout=seconds)
+        printed = done.stdout
+        why = f"it failed: {(done.stderr.decode().strip().splitlines() or ['?'])[-1]}" if done.returncode else ""
+    except subprocess.TimeoutExpired as late:
+        printed, why = late.stdout or b"", f"it took longer than {seconds:.0f} s"
+    return [json.loads(line) for line in printed.decode().splitlines() if line.startswith("{")], why
+
+
 def peers(report: Report, reached: Mapping[str, Mapping[int, float]]) -> None:
-    """Decode tokens/s of PyTorch + transformers beside ours."""
+    """Decode and prefill tokens/s of PyTorch + transformers beside ours."""
     if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")):
         report.skip("PyTorch + transformers", "not installed")
         return
-    report.skip("PyTorch at batches 8 and 256, and its prefill", "compiling each takes too long")
-    table = report.table("Decode tokens/s against PyTorch + transformers", "model", "batch", "ours", "theirs", "ratio")
-    for preset, batches in PEER.items():
+    prefill = f"their prefill, {model_speed.CONTEXT} tokens each"
+    columns = "model", "batch", "our decode", "theirs", "ratio", prefill
+    table = report.table("Tokens/s against PyTorch + transformers", *columns)
+    for number, preset in enumerate(PRESETS):
         with report.section(f"PyTorch: {preset}", needs=PEER_SECONDS) as go:
             if not go:
                 continue
-            ask = {"preset": preset, "batches": list(batches), "context": model_speed.CONTEXT, "device": "cuda"}
-            command = [sys.executable, "-m", "tests.gpu.torch_peer", json.dumps(ask)]
-            try:
-                done = subprocess.run(
-                    command, capture_output=True, text=True, cwd=ROOT, timeout=max(1, report.left - 5)
-                )
-            except subprocess.TimeoutExpired:
-                report.skip(f"PyTorch: {preset}", "it took longer than the time left")
-                continue
-            if done.returncode:
-                report.skip(f"PyTorch: {preset}", f"it failed: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
-                continue
-            answer = json.loads(done.stdout.strip().splitlines()[-1])
-            report.facts["peer"] = answer["versions"]
-            for batch, theirs in answer["rates"].items():
-                ours = reached.get(preset, {}).get(int(batch))
-                table.rows.append((preset, batch, ours, theirs, ours / theirs if ours else None))
+            answers, why = ask_peer(preset, max(1, report.left - 5) / (len(PRESETS) - number))
+            for answer in answers:
+                batch, theirs = answer["batch"], answer["decode"]
+                ours = reached.get(preset, {}).get(batch)
+                report.facts["peer"] = answer["versions"]
+                table.rows.append((preset, batch, ours, theirs, ours / theirs if ours else None, answer["prefill"]))
+            if why:
+                left = [str(batch) for batch in model_speed.BATCHES[len(answers) :]]
+                report.skip(f"PyTorch: {preset}, batches {', '.join(left)}", why)
 
 
 def measure(target: Target, report: Report) -> None:
@@ -77,7 +84,7 @@ def measure(target: Target, report: Report) -> None:
         peaks = target.backend("bf16").peaks()
         report.facts["measured peaks"] = f"{peaks.bandwidth / 1e9:,.0f} GB/s, {peaks.flops / 1e12:,.1f} TFLOP/s"
         speed.run(target, peaks, report, spare=180)
-        reached = model_speed.run(target, peaks, report, PRESETS, spare=60)
+        reached = model_speed.run(target, peaks, report, PRESETS, spare=len(PRESETS) * PEER_SECONDS + 5)
         peers(report, reached)
 
 

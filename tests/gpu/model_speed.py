@@ -24,7 +24,7 @@ from tests.gpu.report import Report, Table
 from tests.gpu.speed import COMPUTE, Bench
 from tests.helpers import Part, make_batch
 
-CONTEXT = 1024
+CONTEXT, BATCHES = 1024, (1, 8, 64, 256)
 COLUMNS = ("model", "batch", "tokens/s", "ms a step", "GPU ms", "host ms", "roofline ms", "of roofline")
 
 
@@ -96,7 +96,7 @@ def prefill(
 
 def run(target: Target, peaks: Peaks, report: Report, presets: Sequence[str], spare: float) -> dict[str, Any]:
     """Returns {preset: {batch: tokens/s}}, for the comparison with a peer."""
-    batches = (1, 2) if target.simulated else (1, 8, 64, 256)
+    batches = (1, 2) if target.simulated else BATCHES
     chunks = (20,) if target.simulated else (512, 2048)
     context = 40 if target.simulated else CONTEXT
     decodes = report.table(f"Decode, {context} tokens in each cache", *COLUMNS)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -158,6 +161,56 @@ def test_the_peer_is_given_our_shapes() -> None:
     config = torch_peer.config_of("llama-8b")
     assert (config["hidden_size"], config["num_key_value_heads"], config["head_dim"]) == (4096, 8, 128)
     assert "model_type" not in config
+
+
+class TestPeer:
+    """What gpu_check makes of the process that runs PyTorch."""
+
+    LINES = (
+        b'{"batch": 1, "decode": 50.0, "prefill": 900.0, "versions": "torch 2"}\n'
+        b'{"batch": 8, "decode": 200.0, "prefill": 1000.0, "versions": "torch 2"}\n'
+    )
+    ROWS = (("llama-1b", 1, 100.0, 50.0, 2.0, 900.0), ("llama-1b", 8, None, 200.0, None, 1000.0))
+
+    @staticmethod
+    def ask(monkeypatch: pytest.MonkeyPatch, run: Any) -> Report:
+        monkeypatch.setattr(main, "PRESETS", ("llama-1b",))
+        monkeypatch.setattr(main.importlib.util, "find_spec", lambda name: name)
+        monkeypatch.setattr(main.subprocess, "run", run)
+        report = Report(100, say=lambda line: None)
+        main.peers(report, {"llama-1b": {1: 100.0}})
+        assert not report.failures
+        return report
+
+    def test_an_answer(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        done = SimpleNamespace(returncode=0, stdout=b"Loading...\n" + self.LINES, stderr=b"a warning\n")
+        report = self.ask(monkeypatch, lambda *_, **__: done)
+        assert tuple(report.tables[0].rows) == self.ROWS
+        assert report.facts["peer"] == "torch 2"
+        assert not report.skipped
+
+    def test_batches_before_a_failure_count(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        done = SimpleNamespace(returncode=1, stdout=self.LINES, stderr=b"Traceback\nOutOfMemoryError: 80 GB\n")
+        report = self.ask(monkeypatch, lambda *_, **__: done)
+        assert tuple(report.tables[0].rows) == self.ROWS
+        assert report.skipped == ["PyTorch: llama-1b, batches 64, 256: it failed: OutOfMemoryError: 80 GB"]
+
+    def test_batches_before_the_time_is_up_count(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What a real process has printed when it is killed, as bytes."""
+        run, code = subprocess.run, f"import time; print({self.LINES.decode()!r}, flush=True); time.sleep(60)"
+        report = self.ask(monkeypatch, lambda *_, **kept: run([sys.executable, "-c", code], **(kept | {"timeout": 1})))
+        assert tuple(report.tables[0].rows) == self.ROWS
+        assert report.skipped == ["PyTorch: llama-1b, batches 64, 256: it took longer than 95 s"]
+
+    def test_nothing_at_all(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        report = self.ask(monkeypatch, Mock(side_effect=subprocess.TimeoutExpired("python", 95)))
+        assert report.skipped == ["PyTorch: llama-1b, batches 1, 8, 64, 256: it took longer than 95 s"]
+
+    def test_not_installed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(main.importlib.util, "find_spec", lambda name: None)
+        report = Report(100, say=lambda line: None)
+        main.peers(report, {})
+        assert report.skipped == ["PyTorch + transformers: not installed"]
 
 
 NO_GPU = availability()

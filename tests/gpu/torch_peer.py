@@ -1,9 +1,9 @@
 """The same shapes in PyTorch + transformers on the same card: random weights, static cache, compiled decode.
 
 Runs in a process of its own (`python -m tests.gpu.torch_peer '{"preset": ..., ...}'`), so that neither side holds the
-other's memory, and prints one line of JSON: {"rates": {batch: decode tokens/s}, "versions": ...}. generate() compiles
-the decode step itself when the cache is static. The rate is taken between a shorter and a longer answer, so that
-the prompt and the compilation don't count.
+other's memory, and prints a line of JSON for each batch as soon as it is measured: {"batch": ..., "decode": tokens/s,
+"prefill": tokens/s, "versions": ...}. generate() compiles the decode step itself when the cache is static, and never
+the prefill. Decode is timed between a shorter and a longer answer, so that the prompt and the compilation don't count.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from minserve.weights.dummy import PRESETS
@@ -29,14 +29,14 @@ def config_of(preset: str) -> dict[str, Any]:
     }
 
 
-def measure(preset: str, batches: list[int], context: int, device: str) -> Mapping[str, Any]:
+def measure(preset: str, batches: Sequence[int], context: int, device: str) -> Iterator[dict[str, Any]]:
     import torch
     import transformers
 
     torch.set_default_dtype(torch.bfloat16)
     with torch.device(device):
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config_of(preset))).eval()
-    rates: dict[int, float] = {}
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     for batch in batches:
         prompt = torch.randint(5, 200, (batch, context), device=device)
         options = {"do_sample": False, "cache_implementation": "static", "attention_mask": torch.ones_like(prompt)}
@@ -49,11 +49,13 @@ def measure(preset: str, batches: list[int], context: int, device: str) -> Mappi
             return time.perf_counter() - began
 
         with torch.inference_mode():
-            for new in (SHORT, LONG):  # compiles for both lengths of the cache
+            for new in (LONG, SHORT):  # a cache that grew would be compiled for twice
                 seconds(new)
-            rates[batch] = batch * (LONG - SHORT) / (seconds(LONG) - seconds(SHORT))
-    return {"rates": rates, "versions": f"torch {torch.__version__}, transformers {transformers.__version__}"}
+            decode = batch * (LONG - SHORT) / (seconds(LONG) - seconds(SHORT))
+            prefill = batch * context / seconds(1)
+        yield {"batch": batch, "decode": decode, "prefill": prefill, "versions": versions}
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(**json.loads(sys.argv[1]))))
+    for line in measure(**json.loads(sys.argv[1])):
+        print(json.dumps(line), flush=True)
