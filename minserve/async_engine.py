@@ -25,6 +25,9 @@ from minserve.worker import Worker
 log = logging.getLogger("minserve.engine")
 
 
+GAVE_UP = frozenset({"engine_failed", "step_timeout"})  # codes of errors after which no call will do better
+
+
 class State(StrEnum):
     READY = "ready"
     DRAINING = "draining"
@@ -230,7 +233,8 @@ class AsyncEngine:
                 result = await self._worker.submit(step)
         except TimeoutError:
             log.error("step %d took longer than %.0f s", step.plan.step, self._step_timeout)
-            self._give_up(f"A step took longer than {self._step_timeout:g} s; the engine has stopped.")
+            message = f"A step took longer than {self._step_timeout:g} s; the engine has stopped."
+            self._give_up(message, "step_timeout")
             return
         except Exception as error:
             log.exception("step %d failed", step.plan.step, exc_info=error)
@@ -256,9 +260,9 @@ class AsyncEngine:
         decodes = step.decode_tokens
         self._forecast.step(decodes, step.plan.tokens - decodes, self._last_step - step.started)
 
-    def _give_up(self, message: str) -> None:
+    def _give_up(self, message: str, code: str = "engine_failed") -> None:
         """Never healthy but dead: every stream gets the error, submit refuses, health reports it."""
-        self.failure = RequestError(message, status=503, code="engine_failed")
+        self.failure = RequestError(message, status=503, code=code)
         self.state = State.FAILED
         self._deliver(self.engine.fail_all(self.failure))
 

@@ -143,7 +143,7 @@ async def test_a_step_that_hangs_fails_the_engine_instead_of_the_clients_patienc
     async with running(seconds=0.6, step_timeout=0.2) as serving:
         (end,) = (await read(serving.submit(submission(PROMPT))))[-1:]
         assert end.error is not None
-        assert end.error.code == "engine_failed"
+        assert end.error.code == "step_timeout"
         assert serving.state is State.FAILED
 
 

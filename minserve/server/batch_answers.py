@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from minserve.async_engine import GAVE_UP
 from minserve.backend.base import BackendError
 from minserve.config import Config
 from minserve.economics.keys import Identity
@@ -91,7 +92,7 @@ class EngineAnswers:
                     refuse_stream(fields)
             body, generation = await self._calls.whole(prepared)
         except RequestError as error:
-            if error.code == "engine_failed":
+            if error.code in GAVE_UP:
                 raise BackendError(error.message) from None
             return Reply.failed(arrival.id, error)
         except Exception as error:

@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from minserve.async_engine import GAVE_UP
 from minserve.backend.base import BackendError
 from minserve.request import Pool, RequestError
 from minserve.server.batch_answers import Answers, Reply, refuse_stream
@@ -99,7 +100,7 @@ def _fault(reply: Reply, *, chosen: bool) -> str | None:
         return None
     if reply.error.code == "pool_not_allowed" and not chosen:
         return "this account may not use the bulk pool; `pools` of its key, or of [local], has to name it"
-    dead = reply.status == HTTPStatus.UNAUTHORIZED or reply.error.code in (_NOT_OURS, "engine_failed")
+    dead = reply.status == HTTPStatus.UNAUTHORIZED or reply.error.code in GAVE_UP | {_NOT_OURS}
     return reply.error.message if dead and reply.status != HTTPStatus.REQUEST_ENTITY_TOO_LARGE else None
 
 

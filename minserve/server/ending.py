@@ -16,6 +16,10 @@ from minserve.server.generation import Generation
 from minserve.server.ports import TokenStream
 
 
+class ClientStalled(ConnectionError):
+    """The client is there, but took nothing for too long."""
+
+
 @dataclass(slots=True)
 class Ending:
     """How a call ended, as its row will say."""

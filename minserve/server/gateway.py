@@ -16,12 +16,11 @@ from dataclasses import replace
 from minserve.config import PoolConfig, PoolsConfig, TimeoutsConfig
 from minserve.economics.accounting import Accounting
 from minserve.economics.keys import Identity
-from minserve.economics.loops import prompt_digest
 from minserve.economics.reservation import Admission, Reservation
 from minserve.request import Pool, RequestError, Submission
 from minserve.server.arrival import Arrival, Call, Known
 from minserve.server.degradation import Degradation, FixedText
-from minserve.server.ending import Ending, settle, settle_later, so_far
+from minserve.server.ending import ClientStalled, Ending, settle, settle_later, so_far
 from minserve.server.generation import CallTimeouts, Generation, aborted, timed_out
 from minserve.server.ports import ServingEngine, TokenStream
 
@@ -98,8 +97,9 @@ class Gateway:
             if generation is not None and generation.degraded:
                 raise _told(error, generation.degraded) from None
             raise
-        except (asyncio.CancelledError, ConnectionError):
-            ending = Ending(CLIENT_CLOSED.status, CLIENT_CLOSED.code)
+        except (asyncio.CancelledError, ConnectionError) as gone:
+            stalled = isinstance(gone, ClientStalled)
+            ending = Ending(CLIENT_CLOSED.status, "write_stalled" if stalled else CLIENT_CLOSED.code)
             linger = self._linger
             raise
         except BaseException:
@@ -248,7 +248,7 @@ def _asked(call: Call) -> Admission:
     most = max(params.max_tokens for params in call.params)
     asked = call.asked_max_tokens
     admission = _admission(Known(call.arrival, call.pool, call.prompt_tokens, most, asked, call.choices))
-    return replace(admission, digest=prompt_digest(call.prompts), degraded=call.degraded)
+    return replace(admission, prompts=call.prompts, degraded=call.degraded)
 
 
 def _submission_id(call_id: str, prompt: int) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from aiohttp import web
 
 from minserve.request import RequestError
+from minserve.server.ending import ClientStalled
 from minserve.server.errors import error_body
 from minserve.server.wire import DONE, event
 
@@ -22,10 +23,6 @@ HEADERS = {
 }
 
 _AT_ONCE = 16 * 1024  # bytes that fit a transport's empty buffer without making it wait
-
-
-class ClientStalled(ConnectionError):
-    """The reader took nothing for too long; the same as one that left."""
 
 
 class EventStream:

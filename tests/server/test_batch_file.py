@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from minserve.async_engine import GAVE_UP
 from minserve.backend.base import BackendError
 from minserve.config import AccountConfig, Config, DegradationConfig, LimitConfig, TimeoutsConfig
 from minserve.request import FinishReason, RequestError, Submission
@@ -287,8 +288,9 @@ async def test_what_runs_too_long_after_a_stop_is_left_for_the_next_run(way: str
     assert not results.failed
 
 
+@pytest.mark.parametrize("code", sorted(GAVE_UP))
 async def test_a_line_that_fails_while_it_runs_has_an_error_and_a_dead_engine_ends_the_run(
-    way: str, tmp_path: Path
+    way: str, code: str, tmp_path: Path
 ) -> None:
     source = write(tmp_path / "in.jsonl", line("a"), line("b"))
     target = tmp_path / "out.jsonl"
@@ -299,7 +301,7 @@ async def test_a_line_that_fails_while_it_runs_has_an_error_and_a_dead_engine_en
         run = asyncio.create_task(runner.run(asyncio.Event(), lambda *_: None, SAID.append))
         (await server.engine.stream()).end(FinishReason.ERROR, RequestError("bad step", status=500, code="step_failed"))
         await submitted(server.engine, 2)
-        (await server.engine.stream()).end(FinishReason.ERROR, RequestError("dead", status=503, code="engine_failed"))
+        (await server.engine.stream()).end(FinishReason.ERROR, RequestError("dead", status=503, code=code))
         await asyncio.wait_for(run, 5)
     assert [each["response"]["status_code"] for each in results_of(target)] == [500]
     assert str(runner.fault).endswith("dead")

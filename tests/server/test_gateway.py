@@ -260,7 +260,7 @@ async def test_a_reader_that_takes_nothing_is_dropped() -> None:
             stream.push(TextDelta(0, "x" * 100_000, (120,)))
             await asyncio.sleep(0.02)
         await server.settled()
-        assert (server.rows[0].status, server.rows[0].finish) == (499, "abort")
+        assert (server.rows[0].status, server.rows[0].code, server.rows[0].finish) == (499, "write_stalled", "abort")
         writer.transport.abort()
 
 

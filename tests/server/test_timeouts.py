@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -113,9 +114,27 @@ async def test_a_reader_that_stalls_frees_its_seat_and_blocks() -> None:
             head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
             sock.sendall(head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body)
             await until(lambda: bool(server.rows))
-        assert (server.rows[0].status, server.rows[0].code, server.rows[0].finish) == (499, "client_closed", "abort")
+        assert (server.rows[0].status, server.rows[0].code, server.rows[0].finish) == (499, "write_stalled", "abort")
         assert 0 < server.rows[0].completion_tokens < 400
         await at_rest(server, assembly)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_step_that_hangs_has_its_own_code(stream: bool) -> None:
+    async with real_server(step_timeout=0.2) as (server, assembly):
+        run, hung = assembly.engine.runner.run, threading.Event()
+
+        def hangs(*args: Any) -> Any:
+            hung.wait(5)
+            return run(*args)
+
+        assembly.engine.runner.run = hangs  # type: ignore[assignment,method-assign]
+        status, error, _ = await ended(server, {**BODY, "stream": stream})
+        assert (status, error["code"]) == (503, "step_timeout")
+        assert (server.rows[0].status, server.rows[0].code) == (503, "step_timeout")
+        assert (await server.get("/health"))[0] == 503
+        assert (await ended(server, BODY))[1]["code"] == "step_timeout"  # nobody else will fare better
+        hung.set()
 
 
 # -- the client's own deadline
