@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from minserve.backend.base import Peaks, StepLimits
@@ -25,7 +26,8 @@ from tests.gpu.speed import COMPUTE, Bench
 from tests.helpers import Part, make_batch
 
 CONTEXT, BATCHES = 1024, (1, 8, 64, 256)
-COLUMNS = ("model", "batch", "tokens/s", "ms a step", "GPU ms", "host ms", "roofline ms", "of roofline")
+DECODE = ("model", "batch", "tokens/s", "ms a step", "ms in the graph", "ms outside", "roofline ms", "of roofline")
+PREFILL = ("model", "prompts", "tokens in all", "tokens/s", "ms", "roofline ms", "of roofline")
 
 
 class RandomBackend(CudaBackend):
@@ -44,6 +46,12 @@ def build(target: Target, preset: str, batch: int, chunk: int, context: int) -> 
     blocks = batch * -(-(context + 64) // backend.block_size)
     limits = StepLimits(max(batch, chunk), batch, batch, context + 64, blocks)
     return backend.build(model.forward, model.spec, limits)
+
+
+def prompts(batch: int, each: int) -> Batch:
+    blocks = -(-each // 16)
+    tokens = [i % 100 for i in range(each)]
+    return make_batch([Part(0, tokens, range(blocks * r, blocks * (r + 1)), seat=r) for r in range(batch)])
 
 
 def decode_batch(batch: int, context: int) -> Batch:
@@ -65,13 +73,23 @@ def roofline(works: Sequence[Work], peaks: Peaks) -> float:
     return sum(max(work.bytes / peaks.bandwidth, work.flops / peaks.flops) for work in works)
 
 
-def decode(
-    target: Target, running: CudaProgram, paper: PaperProgram, batch: int, peaks: Peaks, table: Table, name: str
-) -> None:
-    context = 40 if target.simulated else CONTEXT
-    step, repeats = decode_batch(batch, context), 1 if target.simulated else 20
-    whole = best(lambda: running.run(step), repeats)
-    graph, stream = running._graphs[batch], running._stream
+@dataclass(frozen=True)
+class Subject:
+    """A program for `batch` requests, the same on paper, and what it is measured against."""
+
+    name: str
+    running: CudaProgram
+    paper: PaperProgram
+    batch: int
+    peaks: Peaks
+    simulated: bool
+
+
+def decode(s: Subject, context: int, table: Table) -> float:
+    """Tokens/s. Outside of the graph are the host's work and sampling, whose kernels follow it."""
+    step, repeats = decode_batch(s.batch, context), 1 if s.simulated else 20
+    whole = best(lambda: s.running.run(step), repeats)
+    graph, stream = s.running._graphs[s.batch], s.running._stream
 
     def replays() -> None:
         for _ in range(repeats):
@@ -79,19 +97,20 @@ def decode(
         stream.synchronize()
 
     on_gpu = best(replays, 3) / repeats
-    works = [*paper.works(Load([1] * batch, [context] * batch)), sampling(batch, paper.spec.vocab_size)]
-    floor = roofline(works, peaks)
+    works = [*s.paper.works(Load([1] * s.batch, [context] * s.batch)), sampling(s.batch, s.paper.spec.vocab_size)]
+    floor, rate = roofline(works, s.peaks), s.batch / whole
     milliseconds = (whole * 1e3, on_gpu * 1e3, (whole - on_gpu) * 1e3, floor * 1e3)
-    table.rows.append((name, batch, batch / whole, *milliseconds, f"{floor / whole:.0%}"))
+    table.rows.append((s.name, s.batch, rate, *milliseconds, f"{floor / whole:.0%}"))
+    return rate
 
 
-def prefill(
-    target: Target, running: CudaProgram, paper: PaperProgram, tokens: int, peaks: Peaks, table: Table, name: str
-) -> None:
-    step = make_batch([Part(0, [i % 100 for i in range(tokens)], range(-(-tokens // 16)))])
-    whole = best(lambda: running.run(step), 1 if target.simulated else 5)
-    floor = roofline(paper.works(Load([tokens], [tokens])), peaks)
-    table.rows.append((name, tokens, tokens / whole, whole * 1e3, floor * 1e3, f"{floor / whole:.0%}"))
+def prefill(s: Subject, tokens: int, table: Table) -> None:
+    """A step of so many tokens, as prompts of the same length."""
+    each = tokens // s.batch
+    step = prompts(s.batch, each)
+    whole = best(lambda: s.running.run(step), 1 if s.simulated else 5)
+    floor = roofline(s.paper.works(Load([each] * s.batch, [each] * s.batch)), s.peaks)
+    table.rows.append((s.name, s.batch, tokens, tokens / whole, whole * 1e3, floor * 1e3, f"{floor / whole:.0%}"))
 
 
 def run(target: Target, peaks: Peaks, report: Report, presets: Sequence[str], spare: float) -> dict[str, Any]:
@@ -99,8 +118,8 @@ def run(target: Target, peaks: Peaks, report: Report, presets: Sequence[str], sp
     batches = (1, 2) if target.simulated else BATCHES
     chunks = (20,) if target.simulated else (512, 2048)
     context = 40 if target.simulated else CONTEXT
-    decodes = report.table(f"Decode, {context} tokens in each cache", *COLUMNS)
-    prefills = report.table("Prefill", "model", "tokens", "tokens/s", "ms", "roofline ms", "of roofline")
+    decodes = report.table(f"Decode, {context} tokens in each cache", *DECODE)
+    prefills = report.table("Prefill in one step", *PREFILL)
     reached: dict[str, dict[int, float]] = {}
     for preset in presets:
         paper = PaperProgram(preset, sms=int(target.cp.cuda.Device().attributes["MultiProcessorCount"]))
@@ -108,21 +127,21 @@ def run(target: Target, peaks: Peaks, report: Report, presets: Sequence[str], sp
             with report.section(f"{preset}, batch {batch}", needs=spare + (0 if target.simulated else 15)) as go:
                 if not go:
                     continue
-                most, longest = (max(chunks), max(context, *chunks)) if batch == 1 else (batch, context)
+                longest = max(context, *(chunk // batch for chunk in chunks))
                 kv = sum(4 * layer.kv_heads * layer.head_dim for layer in paper.spec.kv) * (longest + 64) * batch
+                target.cp.get_default_memory_pool().free_all_blocks()
                 free = target.cp.cuda.Device().mem_info[0]
                 if paper.spec.weight_bytes * 1.1 + kv + (2 << 30) > free and not target.simulated:
                     report.skip(f"{preset}, batch {batch}", f"{kv / 1e9:.0f} GB of KV don't fit")
                     continue
-                running = build(target, preset, batch, most, longest)
+                running = build(target, preset, batch, max(chunks), longest)
+                subject = Subject(preset, running, paper, batch, peaks, target.simulated)
                 try:
-                    decode(target, running, paper, batch, peaks, decodes, preset)
-                    reached.setdefault(preset, {})[batch] = decodes.rows[-1][2]
-                    if batch == 1:
-                        for chunk in chunks:
-                            prefill(target, running, paper, chunk, peaks, prefills, preset)
+                    reached.setdefault(preset, {})[batch] = decode(subject, context, decodes)
+                    for chunk in chunks:
+                        prefill(subject, chunk, prefills)
                 finally:
                     running.close()
-                    del running
+                    del running, subject
                     target.cp.get_default_memory_pool().free_all_blocks()
     return reached

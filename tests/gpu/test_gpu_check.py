@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -13,12 +14,12 @@ from unittest.mock import Mock
 
 import pytest
 
-from minserve.backend.base import BackendError
+from minserve.backend.base import BackendError, Peaks
 from minserve.backend.cuda_backend import availability
 from minserve.backend.cuda_backend.kernels import Kernel
 from minserve.backend.cuda_backend.step import Shape, Step
 from minserve.backend.tensor import Encoding
-from tests.gpu import correctness, machine, main, paper, predict, torch_peer
+from tests.gpu import correctness, machine, main, model_speed, paper, predict, torch_peer
 from tests.gpu.report import Report
 from tests.simt import emulator
 
@@ -55,6 +56,19 @@ def test_a_wrong_kernel_fails_the_command(tmp_path: Path, monkeypatch: pytest.Mo
     report = Report(100, say=lambda line: None)
     correctness.kernels(machine.emulator(), report, every=1)
     assert report.failures == ["broken (half): 3 instead of 4", "broken (bf16): 3 instead of 4"]
+
+
+@pytest.mark.simt
+@needs_emulator
+def test_every_batch_has_a_rate_of_decode_and_of_prefill() -> None:
+    report = Report(100, say=lambda line: None)
+    reached = model_speed.run(machine.emulator(), Peaks(1e12, 1e14), report, ("llama-tiny",), spare=0)
+    decodes, prefills = report.tables
+    assert [row[:2] for row in decodes.rows] == [("llama-tiny", 1), ("llama-tiny", 2)]
+    assert [row[:3] for row in prefills.rows] == [("llama-tiny", 1, 20), ("llama-tiny", 2, 20)]
+    assert all(len(row) == len(table.columns) for table in report.tables for row in table.rows)
+    assert reached == {"llama-tiny": {row[1]: row[2] for row in decodes.rows}}
+    assert not report.failures
 
 
 def test_without_a_gpu_it_says_in_one_sentence_what_is_missing(
@@ -175,8 +189,8 @@ class TestPeer:
     @staticmethod
     def ask(monkeypatch: pytest.MonkeyPatch, run: Any) -> Report:
         monkeypatch.setattr(main, "PRESETS", ("llama-1b",))
-        monkeypatch.setattr(main.importlib.util, "find_spec", lambda name: name)
-        monkeypatch.setattr(main.subprocess, "run", run)
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+        monkeypatch.setattr(subprocess, "run", run)
         report = Report(100, say=lambda line: None)
         main.peers(report, {"llama-1b": {1: 100.0}})
         assert not report.failures
@@ -207,7 +221,7 @@ class TestPeer:
         assert report.skipped == ["PyTorch: llama-1b, batches 1, 8, 64, 256: it took longer than 95 s"]
 
     def test_not_installed(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(main.importlib.util, "find_spec", lambda name: None)
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
         report = Report(100, say=lambda line: None)
         main.peers(report, {})
         assert report.skipped == ["PyTorch + transformers: not installed"]
