@@ -156,7 +156,7 @@ class Accounting:
         now = self.clock()
         started = time.monotonic() if admission.started is None else admission.started
         identity = _payer(admission)
-        self._repeats.check(identity, admission.digest, now)
+        self._repeats.check(identity, admission.prompts, now)
         if identity.run_cost is not None and self.prices.free:
             raise RequestError(
                 "This server has no prices, so a run's spend can't be limited; X-Run-Max-Calls can.",
@@ -273,7 +273,8 @@ class Accounting:
             return False
         self.limiter.forget(scope)
         if scope.kind == "run":
-            self._runs.began(*scope.name, self.clock())
+            key, run = scope.name
+            self._runs.began(key, run, self.clock())
         if self.ledger is not None:
             self.ledger.execute(*reset_statement(scope, self.clock()))
         return True

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -30,8 +31,8 @@ def prompt_digest(prompts: Sequence[Sequence[int]]) -> bytes:
     """A digest of token ids, only good for comparing within this process."""
     h = hashlib.blake2b(digest_size=16, key=_SALT)
     for prompt in prompts:
-        h.update(repr(len(prompt)).encode())
-        h.update(",".join(map(str, prompt)).encode())
+        h.update(len(prompt).to_bytes(8, "little"))
+        h.update(array("i", prompt).tobytes())
     return h.digest()
 
 
@@ -121,11 +122,11 @@ class Repeats:
         self._alerts = alerts
         self._seen: OrderedDict[tuple[str, bytes], tuple[float, int]] = OrderedDict()
 
-    def check(self, identity: Identity, digest: bytes | None, now: float) -> None:
+    def check(self, identity: Identity, prompts: Sequence[Sequence[int]], now: float) -> None:
         """Alert when the limit is just passed; RequestError 429 beyond it where that is wanted."""
-        if self._config.repeats == "off" or digest is None or identity.run:
+        if self._config.repeats == "off" or not prompts or identity.run:
             return
-        key = (identity.key, digest)
+        key = (identity.key, prompt_digest(prompts))
         began, count = self._seen.pop(key, (now, 0))
         if now - began >= self._config.repeat_window_s:
             began, count = now, 0

@@ -5,6 +5,7 @@ Owns the promise that a reservation is settled once. Whose counters it holds is 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,7 +25,7 @@ class Admission:
     """A call as far as it is known: everything when it asks for a reservation, less when it is refused before.
 
     prompt_tokens: over all prompts. max_tokens, asked_max_tokens (None: nothing was asked): of one choice; choices: n
-    times the number of prompts. digest: of the prompts (`prompt_digest`), for the repeat detector. degraded: what was
+    times the number of prompts. prompts: their token ids, for the repeat detector. degraded: what was
     done to it under load, "" for nothing. started: time.monotonic() of its arrival, for the row's total_ms.
     """
 
@@ -37,7 +38,7 @@ class Admission:
     max_tokens: int = 0
     asked_max_tokens: int | None = None
     choices: int = 1
-    digest: bytes | None = None
+    prompts: Sequence[Sequence[int]] = ()
     degraded: str = ""
     started: float | None = None
 

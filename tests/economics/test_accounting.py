@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -452,21 +453,51 @@ async def test_the_same_prompt_without_a_run_id_is_noticed(tmp_path: Path, repea
 
     config = Config(loops=LoopsConfig(repeats=repeats, repeat_limit=3))
     accounting = Accounting.open(config, tmp_path, send_alert=send)
-    same = prompt_digest([(1, 2, 3)])
+    same = [(1, 2, 3)]
     for _ in range(3):
-        await accounting.reserve(call(accounting, digest=same))
+        await accounting.reserve(call(accounting, prompts=same))
     if stopped:
-        error = await refused(accounting, call(accounting, digest=same))
+        error = await refused(accounting, call(accounting, prompts=same))
         assert (error.status, error.code, error.should_retry) == (429, "loop_detected", False)
     else:
         for _ in range(5):
-            await accounting.reserve(call(accounting, digest=same))
-    await accounting.reserve(call(accounting, digest=prompt_digest([(1, 2), (3,)])))
+            await accounting.reserve(call(accounting, prompts=same))
+    await accounting.reserve(call(accounting, prompts=[(1, 2), (3,)]))
     with_run = narrow(accounting.identify(None), {"X-Run-ID": "r"}, None, None)
     for _ in range(5):
-        await accounting.reserve(call(accounting, with_run, digest=same))
+        await accounting.reserve(call(accounting, with_run, prompts=same))
     await accounting.close()
     assert [a["kind"] for a in alerts] == ([] if repeats == "off" else ["loop"])
+
+
+@pytest.mark.parametrize(("repeats", "run", "read"), [("warn", "", True), ("warn", "r", False), ("off", "", False)])
+async def test_prompts_are_read_only_where_repeats_are_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repeats: Any, run: str, read: bool
+) -> None:
+    digested: list[object] = []
+
+    def watched(prompts: Sequence[Sequence[int]]) -> bytes:
+        digested.append(prompts)
+        return prompt_digest(prompts)
+
+    monkeypatch.setattr("minserve.economics.loops.prompt_digest", watched)
+    accounting = Accounting.open(Config(loops=LoopsConfig(repeats=repeats)), tmp_path)
+    caller = narrow(accounting.identify(None), {"X-Run-ID": run}, None, None)
+    await accounting.reserve(call(accounting, caller, prompts=[(1, 2)]))
+    assert digested == [[(1, 2)]] * read
+    await accounting.close()
+
+
+def test_a_digest_tells_prompts_apart() -> None:
+    prompts: list[list[tuple[int, ...]]] = [
+        [(1, 2, 3)],
+        [(1, 2), (3,)],
+        [(1,), (2, 3)],
+        [(1, 2), (3,), ()],
+        [(3, 2, 1)],
+    ]
+    assert len({prompt_digest(each) for each in prompts}) == len(prompts)
+    assert prompt_digest([[1, 2]]) == prompt_digest([(1, 2)])
 
 
 async def test_the_servers_limit_refuses_and_alerts_once_per_threshold(tmp_path: Path) -> None:
