@@ -6,7 +6,7 @@ limit itself is one more scope of the limiter.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 
 from minserve.economics.alerts import Alert, Alerts
 from minserve.economics.prices import money
@@ -71,17 +71,14 @@ class PromptDrift:
         self._alerts = alerts
         self._ratio = ratio
         self._least = least
-        self._features: dict[str, _Feature] = {}
+        self._features: OrderedDict[str, _Feature] = OrderedDict()  # called last comes last
 
     def restore(self, feature: str, hour: int, calls: int, tokens: int) -> None:
         """Hours in order."""
-        if (found := self._feature(feature)) is not None:
-            found.hours.append([hour, calls, tokens])
+        self._feature(feature).hours.append([hour, calls, tokens])
 
     def observe(self, feature: str, prompt_tokens: int, now: float) -> None:
         found = self._feature(feature)
-        if found is None:
-            return
         hour = int(now / 3600)
         if not found.hours or found.hours[-1][0] != hour:
             found.hours.append([hour, 0, 0])
@@ -112,11 +109,13 @@ class PromptDrift:
         values: dict[str, object] = {"feature": name, "mean": round(recent, 1), "week": round(before, 1)}
         self._alerts(Alert("drift", message, now, values))
 
-    def _feature(self, name: str) -> _Feature | None:
-        """None beyond a bound: clients choose these names."""
-        if name not in self._features and len(self._features) < _MAX_FEATURES:
-            self._features[name] = _Feature()
-        return self._features.get(name)
+    def _feature(self, name: str) -> _Feature:
+        """Beyond a bound the one that was not called for longest is forgotten: clients choose these names."""
+        found = self._features.pop(name, None) or _Feature()
+        self._features[name] = found
+        if len(self._features) > _MAX_FEATURES:
+            self._features.popitem(last=False)
+        return found
 
 
 class _Feature:

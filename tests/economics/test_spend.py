@@ -97,6 +97,18 @@ def test_shorter_prompts_are_a_change_too_and_a_restart_remembers_the_week() -> 
     assert "0.10 times" in alerts.seen[0].message
 
 
+def test_names_that_clients_make_up_do_not_stop_a_feature_from_being_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minserve.economics.spend._MAX_FEATURES", 10)
+    alerts = Collected()
+    watch = drift(alerts)
+    for i in range(30):
+        watch.observe(f"made up {i}", 1, i)
+    for i in range(100):
+        watch.observe("chat", 100 if i < 60 else 400, i * HOUR)
+        watch.observe(f"made up {30 + i}", 1, i * HOUR)
+    assert [a.values["feature"] for a in alerts.seen] == ["chat"]
+
+
 ALERT = Alert("spend", "half is gone", 1.0, {"threshold": 0.5})
 
 
