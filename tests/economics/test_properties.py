@@ -75,6 +75,10 @@ class Entry:
     scopes: tuple[Scope, ...]
     reservation: Reservation | None
 
+    @property
+    def reserved(self) -> Amount:
+        return Amount(1, self.row.asked_prompt + self.row.max_tokens, self.row.reserved)
+
 
 @dataclass
 class World:
@@ -83,6 +87,7 @@ class World:
     monotonic: float = 0.0
     entries: list[Entry] = field(default_factory=list)
     refused: list[int] = field(default_factory=list)
+    lost: int = 0  # settlements
     metrics: Metrics = field(default_factory=lambda: Metrics("m", lambda: Gauges({}, {}, 1, 1)))
 
     def open(self) -> Accounting:
@@ -136,9 +141,9 @@ async def reserve(accounting: Accounting, world: World, key: str, rng: random.Ra
         accounting.refuse(admission, error)
         world.refused.append(error.status)
         return
-    row = reservation.row
-    amount = Amount(1, row.asked_prompt + row.max_tokens, row.reserved)
-    world.entries.append(Entry(row, amount, scopes_of(key, end_user, run), reservation))
+    entry = Entry(reservation.row, ZERO, scopes_of(key, end_user, run), reservation)
+    entry.amount = entry.reserved
+    world.entries.append(entry)
 
 
 def settle(entry: Entry, rng: random.Random) -> None:
@@ -160,18 +165,24 @@ def settle(entry: Entry, rng: random.Random) -> None:
     assert entry.amount.cost <= reservation.row.reserved
 
 
-async def crash(accounting: Accounting, world: World) -> Accounting:
+async def crash(accounting: Accounting, world: World, rng: random.Random) -> Accounting:
     """The process dies. Settlements that the writer had not got yet are lost: then the reservation stands."""
     ledger = accounting.ledger
     assert ledger is not None
+    lost = list(ledger._rows)[rng.randint(0, len(ledger._rows)) :]
+    for seq in lost:
+        del ledger._rows[seq]
     await ledger.flush()
     ledger.database.close()
     for entry in world.entries:
         entry.reservation = None  # open ones are settled as interrupted, at what they reserved
+        if entry.row.seq in lost:
+            entry.amount = entry.reserved
+            world.lost += 1
     return world.open()
 
 
-async def live(seed: int, steps: int, crashes: bool) -> None:
+async def live(seed: int, steps: int, crashes: bool) -> World:
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
         world = World(Path(folder))
@@ -193,7 +204,7 @@ async def live(seed: int, steps: int, crashes: bool) -> None:
             elif action < 0.95:
                 world.wall += rng.choice([-7200.0, -61.0, -1.0, 30.0, 3600.0])
             elif crashes:
-                accounting = await crash(accounting, world)
+                accounting = await crash(accounting, world, rng)
             check(accounting, world.entries)
         for entry in world.entries:
             if entry.reservation is not None:
@@ -202,6 +213,7 @@ async def live(seed: int, steps: int, crashes: bool) -> None:
         await accounting.close()
         compare_sums(world, crashes)
         assert set(world.refused) <= {429}
+        return world
 
 
 TOTALS = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
@@ -241,4 +253,6 @@ def test_caps_hold_and_nothing_leaks_through_crashes(seed: int) -> None:  # bug:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_long_life(seed: int) -> None:
-    asyncio.run(live(seed, steps=200, crashes=seed % 2 == 0))
+    crashes = seed % 2 == 0
+    world = asyncio.run(live(seed, steps=200, crashes=crashes))
+    assert bool(world.lost) == crashes
