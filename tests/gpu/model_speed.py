@@ -19,10 +19,10 @@ from minserve.backend.tensor import Encoding, HostTensor
 from minserve.batch import Batch
 from minserve.models import load
 from minserve.weights.dummy import PRESETS
+from tests.gpu.bench import COMPUTE, Bench
 from tests.gpu.machine import Target
 from tests.gpu.paper import Load, PaperCheckpoint, PaperProgram, Work, sampling
 from tests.gpu.report import Report, Table
-from tests.gpu.speed import COMPUTE, Bench
 from tests.helpers import Part, make_batch
 
 CONTEXT, BATCHES = 1024, (1, 8, 64, 256)

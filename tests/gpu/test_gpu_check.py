@@ -19,20 +19,36 @@ from minserve.backend.cuda_backend import availability
 from minserve.backend.cuda_backend.kernels import Kernel
 from minserve.backend.cuda_backend.step import Shape, Step
 from minserve.backend.tensor import Encoding
-from tests.gpu import correctness, machine, main, model_speed, paper, predict, torch_peer
+from tests.gpu import correctness, machine, main, model_speed, paper, predict, speed, torch_peer
 from tests.gpu.report import Report
 from tests.simt import emulator
+from tests.simt.instances import INSTANCES
 
 needs_emulator = pytest.mark.skipif(emulator.missing() is not None, reason=str(emulator.missing()))
 
 
 @pytest.mark.simt
 @needs_emulator
-def test_the_whole_command_on_the_emulator(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_whole_command_on_the_emulator(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Kernels, graphs and tokens agree; every line that measures has run, and reports no number."""
+    timed, measure, call = set[str](), speed.run, Kernel.__call__
+
+    def launched(kernel: Kernel, *arguments: Any, **options: Any) -> None:
+        timed.add(kernel.name.split("<")[0])
+        call(kernel, *arguments, **options)
+
+    def watched(*arguments: Any, **options: Any) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(Kernel, "__call__", launched)
+            measure(*arguments, **options)
+
+    monkeypatch.setattr(speed, "run", watched)
     assert main.main(["--simulate", "--out", str(tmp_path)]) == 0
     data = json.loads((tmp_path / "gpu_check.json").read_text())
     assert data["failures"] == []
+    assert timed == {name.split("<")[0] for names in INSTANCES.values() for name in names}, "a kernel has no time"
     titles = [table["title"] for table in data["tables"]]
     assert titles == [
         "Kernels against NumPy in float64",
