@@ -5,15 +5,18 @@ Owns the step from token streams to a settlement. When a call ends is the gatewa
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 
 from minserve.economics.reservation import Reservation
 from minserve.economics.rows import REFUSED
 from minserve.economics.settlement import Settlement, read_prompt
-from minserve.request import FinishReason
+from minserve.request import FinishReason, RequestError
 from minserve.server.arrival import Call
 from minserve.server.generation import Generation
 from minserve.server.ports import TokenStream
+
+_BILL_S = 0.1  # so long an error waits for the step that runs, after which it can say what its call cost
 
 
 class ClientStalled(ConnectionError):
@@ -69,6 +72,15 @@ def settle(
         for prompt, stream, rows in zip(call.prompts, streams, computed, strict=True)
     )
     reservation.settle(Settlement.of(outcomes, status=ending.status, code=ending.code, computed=read))
+
+
+async def tell(failure: RequestError, reservation: Reservation, settling: asyncio.Task[None] | None) -> None:
+    """Let an error say what was cut before it ended its call, and what that is charged."""
+    if settling is not None:
+        await asyncio.wait([settling], timeout=_BILL_S)
+    failure.degraded = reservation.row.degraded
+    failure.reserved = reservation.row.reserved
+    failure.cost = reservation.cost if reservation.settled else None
 
 
 def _prompt_read(prompt_tokens: int, stream: TokenStream, rows: int) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from minserve.economics.prices import NANO, money
 from minserve.request import RequestError
 
 _SHOWN_CHARACTERS = 60
@@ -44,16 +45,18 @@ def shown(value: object) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
 
 
-def error_body(error: RequestError, *, retry_hint: bool = False) -> dict[str, Any]:
-    """OpenAI's error object. retry_hint: say `retry_after` in it, for events of a stream whose headers are gone."""
+def error_body(error: RequestError, *, in_stream: bool = False) -> dict[str, Any]:
+    """OpenAI's error object. in_stream: with `retry_after` and `cost`: the headers that would say so are gone."""
     fields: dict[str, Any] = {
         "message": error.message,
         "type": error.kind,
         "param": error.param,
         "code": error.code,
     }
-    if retry_hint and error.retry_after is not None:
+    if in_stream and error.retry_after is not None:
         fields["retry_after"] = math.ceil(error.retry_after)
+    if in_stream and error.reserved and error.cost is not None:
+        fields["cost"] = error.cost / NANO
     return {"error": fields}
 
 
@@ -67,6 +70,10 @@ def error_headers(error: RequestError) -> dict[str, str]:
         headers["x-should-retry"] = "false"
     if error.degraded:
         headers["x-minserve-degraded"] = error.degraded
+    if error.reserved is not None:
+        headers["x-minserve-reserved-cost"] = money(error.reserved)
+    if error.cost is not None:
+        headers["x-minserve-cost"] = money(error.cost)
     if error.status == HTTPStatus.UNAUTHORIZED:
         headers["WWW-Authenticate"] = "Bearer"
     return headers

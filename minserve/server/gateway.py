@@ -20,7 +20,7 @@ from minserve.economics.reservation import Admission, Reservation
 from minserve.request import Pool, RequestError, Submission
 from minserve.server.arrival import Arrival, Call, Known
 from minserve.server.degradation import Degradation, FixedText
-from minserve.server.ending import ClientStalled, Ending, settle, settle_later, so_far
+from minserve.server.ending import ClientStalled, Ending, settle, settle_later, so_far, tell
 from minserve.server.generation import CallTimeouts, Generation, aborted, timed_out
 from minserve.server.ports import ServingEngine, TokenStream
 
@@ -87,6 +87,7 @@ class Gateway:
         streams: list[TokenStream] = []
         generation: Generation | None = None
         ending = Ending()
+        failure: RequestError | None = None
         linger = False
         try:
             streams.extend(self._engine.submit_all(self._submissions(call)))
@@ -94,13 +95,11 @@ class Gateway:
             yield generation
         except RequestError as error:
             ending = Ending(error.status, error.code)
-            if generation is not None and generation.degraded:
-                raise _told(error, generation.degraded) from None
-            raise
+            failure = copy.copy(error)  # that of a dead engine is one object for every call
+            raise failure from None
         except (asyncio.CancelledError, ConnectionError) as gone:
-            stalled = isinstance(gone, ClientStalled)
-            ending = Ending(CLIENT_CLOSED.status, "write_stalled" if stalled else CLIENT_CLOSED.code)
-            linger = self._linger
+            code = "write_stalled" if isinstance(gone, ClientStalled) else CLIENT_CLOSED.code
+            ending, linger = Ending(CLIENT_CLOSED.status, code), self._linger
             raise
         except BaseException:
             ending = Ending(500, "internal_error")
@@ -110,7 +109,9 @@ class Gateway:
             if generation is not None:
                 generation.close()
                 generation.mark()
-            self._finish(call, streams, reservation, ending, linger=linger)
+            settling = self._finish(call, streams, reservation, ending, linger=linger)
+            if failure is not None:
+                await tell(failure, reservation, settling)
 
     def abort(self, call_id: str, by: Identity) -> bool:
         """End a call of the same key, or any call for an admin. False if there is no such call."""
@@ -207,25 +208,19 @@ class Gateway:
 
     def _finish(
         self, call: Call, streams: list[TokenStream], reservation: Reservation, ending: Ending, *, linger: bool
-    ) -> None:
-        """Close and settle. What can't end at once, because a step is running, is settled when it has ended."""
+    ) -> asyncio.Task[None] | None:
+        """Close and settle. What can't end at once, because a step is running, is settled by a task when it has."""
         computed = [stream.progress.computed for stream in streams]
         if not linger:
             for stream in streams:
                 stream.close()
         if all(stream.done for stream in streams):
             settle(call, streams, computed, reservation, ending)
-        else:
-            task = asyncio.create_task(settle_later(call, streams, computed, reservation, ending))
-            self._settling.add(task)
-            task.add_done_callback(self._settling.discard)
-
-
-def _told(error: RequestError, degraded: str) -> RequestError:
-    """The error with what was cut before it. A copy: that of a dead engine is one object for every call."""
-    told = copy.copy(error)
-    told.degraded = degraded
-    return told
+            return None
+        task = asyncio.create_task(settle_later(call, streams, computed, reservation, ending))
+        self._settling.add(task)
+        task.add_done_callback(self._settling.discard)
+        return task
 
 
 def _admission(known: Known) -> Admission:

@@ -81,5 +81,5 @@ class EventStream:
     async def fail(self, error: RequestError) -> None:
         """The status is already 200, so the error is an event; never a bare, truncated stream."""
         with contextlib.suppress(ConnectionError):
-            await self.send(event(error_body(error, retry_hint=True)))
+            await self.send(event(error_body(error, in_stream=True)))
         await self.finish()

@@ -15,7 +15,8 @@ import pytest
 from msgspec import structs
 
 from minserve.assemble import Assembly
-from minserve.config import AccountConfig, PoolConfig, PoolsConfig, TimeoutsConfig
+from minserve.config import AccountConfig, PoolConfig, PoolsConfig, PricesConfig, TimeoutsConfig
+from minserve.economics.prices import NANO, money
 from minserve.request import FinishReason, TextDelta, Usage
 from minserve.server.text_worker import TextWorker
 from tests.server.fakes import COMPLETION, FakeEngine, Server, serving
@@ -28,15 +29,18 @@ DEADLINE = "X-Minserve-Deadline-Ms"
 
 @asynccontextmanager
 async def slow_server(
-    step: Callable[[int], float], *, timeouts: TimeoutsConfig, queue_timeout_s: float = 5.0, seats: int = 2
+    step: Callable[[int], float],
+    *,
+    timeouts: TimeoutsConfig,
+    queue_timeout_s: float = 5.0,
+    seats: int = 2,
+    prices: PricesConfig = PricesConfig(),  # noqa: B008
 ) -> AsyncIterator[tuple[Server, Assembly]]:
     """step: how long the n-th step takes at least."""
     pools = PoolsConfig(interactive=PoolConfig(queue_timeout_s=queue_timeout_s))
     engine = structs.replace(SMALL, max_num_seqs=seats)
-    async with real_server(engine, timeouts=timeouts, pools=pools, local=AccountConfig(pools=("bulk",))) as (
-        server,
-        assembly,
-    ):
+    local = AccountConfig(pools=("bulk",))
+    async with real_server(engine, timeouts=timeouts, pools=pools, local=local, prices=prices) as (server, assembly):
         run, steps = assembly.engine.runner.run, iter(range(10**6))
 
         def slowly(*args: Any) -> Any:
@@ -135,6 +139,33 @@ async def test_a_step_that_hangs_has_its_own_code(stream: bool) -> None:
         assert (await server.get("/health"))[0] == 503
         assert (await ended(server, BODY))[1]["code"] == "step_timeout"  # nobody else will fare better
         hung.set()
+
+
+PRICES = PricesConfig(prefill=100.0, decode=100.0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_that_runs_out_of_time_says_what_it_costs(stream: bool) -> None:
+    async with slow_server(lambda n: 0.01, timeouts=TimeoutsConfig(), prices=PRICES) as (server, _):
+        _, error, headers = await ended(server, {**BODY, "stream": stream}, {DEADLINE: "300"})
+        (row,) = server.rows
+        assert 0 < row.cost < row.reserved
+        assert headers["x-minserve-reserved-cost"] == money(row.reserved)
+        assert (error.get("cost"), headers.get("x-minserve-cost")) == (
+            (row.cost / NANO, None) if stream else (None, money(row.cost))
+        )
+
+
+async def test_an_error_does_not_wait_for_a_long_step_to_say_what_its_call_costs() -> None:
+    timeouts = TimeoutsConfig(first_token_s=0.1)
+    async with slow_server(lambda n: 1.0, timeouts=timeouts, prices=PRICES) as (server, _):
+        began = time.monotonic()
+        async with server.session.post(server.url + "/v1/completions", json=BODY) as response:
+            assert response.status == 504
+            assert time.monotonic() - began < 0.8
+            assert "x-minserve-cost" not in response.headers
+            assert float(response.headers["x-minserve-reserved-cost"]) > 0
+        await server.settled()
 
 
 # -- the client's own deadline
