@@ -6,10 +6,11 @@ know how anything is counted: paper.py does that.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from minserve.backend.cuda_backend.ops import prefill_launch
+from minserve.backend.tensor import Encoding
 from tests.gpu.paper import Load, PaperProgram, Work, sampling
 
 
@@ -79,11 +80,11 @@ def step_works(program: PaperProgram, batch: int, context: int = CONTEXT) -> lis
     return [*program.works(Load([1] * batch, [context] * batch)), sampling(batch, program.spec.vocab_size)]
 
 
-def steps_table(program: PaperProgram) -> Iterator[str]:
-    """A line per batch size: what a step moves, and its time at the floor and as predicted."""
-    yield f"| batch | weights | KV | GFLOP | {' | '.join(gpu.name for gpu in GPUS)} |"
-    yield "|---|---|---|---|" + "---|" * len(GPUS)
-    for batch in BATCHES:
+def steps_table(steps: Iterable[tuple[str, PaperProgram, int]]) -> Iterator[str]:
+    """A line per (type of the weights, program, batch size): what a step moves, its time at the floor and predicted."""
+    yield f"| weights | batch | of weights | of KV | GFLOP | {' | '.join(gpu.name for gpu in GPUS)} |"
+    yield "|---|---|---|---|---|" + "---|" * len(GPUS)
+    for type, program, batch in steps:
         whole, works = whole_step(program, batch), step_works(program, batch)
         cells = []
         for gpu in GPUS:
@@ -92,7 +93,7 @@ def steps_table(program: PaperProgram) -> Iterator[str]:
             cells.append(f"{low * 1e3:.2f} ms, {high * 1e3:.2f} ms: {share}; {batch / high:,.0f} tokens/s")
         weights = program.spec.weight_bytes
         sizes = f"{weights / 1e9:.2f} GB | {(whole.bytes - weights) / 1e9:.2f} GB | {whole.flops / 1e9:,.0f}"
-        yield f"| {batch} | {sizes} | {' | '.join(cells)} |"
+        yield f"| {type} | {batch} | {sizes} | {' | '.join(cells)} |"
 
 
 def whole_step(program: PaperProgram, batch: int) -> Work:
@@ -165,7 +166,9 @@ def row(aim: str, case: str, sums: str, share: float, least: float) -> str:
 def report() -> str:
     """The generated part of kernels_cuda/README.md that needs no compiler."""
     program = PaperProgram("llama-8b")
-    lines = [*steps_table(program), "", "Aims:", "", *aims_table(program)]
+    steps = [("bfloat16", program, batch) for batch in BATCHES]
+    steps += [(encoding, PaperProgram("llama-8b", Encoding(encoding)), 1) for encoding in ("Q8_0", "Q4_0")]
+    lines = [*steps_table(steps), "", "Aims:", "", *aims_table(program)]
     for batch in BATCHES:
         lines += ["", f"Batch {batch}, {CONTEXT:,} tokens in each cache:", ""]
         lines += kernels_table(step_works(program, batch), GPUS)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from minserve.backend.cuda_backend.kernels import flatten
 from tests.simt import emulator, fakecupy
 from tests.simt.emulator import KernelError, SimKernel, SimRawModule, plain_kernels, rewrite_shared
 
@@ -254,6 +255,37 @@ def test_races_on_shared_memory_are_found_in_every_order(case: str, order: str) 
             function((1,), (64,), arguments)
     else:
         function((1,), (64,), arguments)
+
+
+POISONED = {
+    "a shared variable that nobody wrote": "__shared__ float s[128];",
+    "a copy read before its wait": """__shared__ __align__(16) float s[128];
+        cp_async_16(s + 4 * threadIdx.x, p + 4 * threadIdx.x);
+        cp_async_commit();""",
+}
+
+
+class TestWhatItPoisons:
+    """Not refused, since a kernel may read what it then drops; but whoever uses it gets a wrong result."""
+
+    @staticmethod
+    def read_back(body: str) -> Any:
+        code = f"{flatten('mma.cuh')}\n__global__ void f(float* p) {{ {body} p[threadIdx.x] = s[4 * threadIdx.x]; }}"
+        p = np.ones(128, np.float32)
+        SimRawModule(code=code).get_function("f")((1,), (32,), (p,))
+        return p[:32]
+
+    @pytest.mark.parametrize("case", POISONED)
+    def test_it_reads_as_nan(self, case: str, order: str) -> None:
+        result = self.read_back(POISONED[case])
+        if order == "reverse" and "nobody" in case:
+            assert (result == 0).all()  # for what NaN, or -1, would not change
+        else:
+            assert np.isnan(result).all()
+
+    def test_a_copy_that_was_waited_for_reads_as_it_should(self, order: str) -> None:
+        body = POISONED["a copy read before its wait"] + "cp_async_wait<0>();"
+        assert (self.read_back(body) == 1).all()
 
 
 class TestSources:
