@@ -116,6 +116,7 @@ async def test_a_short_queue_is_visible_before_the_server_says_anything(open_pag
         await send(page, "Hi")
         stream = await server.engine.stream()
         await expect(page.locator(".state")).to_have_text("Waiting for a seat")
+        await expect(page.locator("#announcer")).to_have_text("Waiting for a seat")
         stream.progress = Progress("prefill", 16, 40, 0)
         await expect(page.locator(".state")).to_have_text("Reading the prompt, 16 of 40 tokens")
         tokens(stream, "Hello")
@@ -303,14 +304,21 @@ async def test_enter_sends_and_shift_enter_does_not(open_page: Open) -> None:
 
 async def test_nothing_overflows_on_a_narrow_screen(open_page: Open) -> None:
     answer = "A" * 300 + "\n\n```python\n" + "x = 1; " * 60 + "\n```\n\n" + "- item\n" * 40
-    async with serving(FakeEngine(say(answer))) as server:
-        page = await open_page(server, viewport={"width": 320, "height": 600})
-        await send(page, "B" * 300)
+    model = tiny_model(name="Mistral-7B-Instruct-v0.3-Q4_K_M.of-somebody")
+    async with serving(FakeEngine(say(answer)), model=model) as server:
+        page = await open_page(server, viewport={"width": 320, "height": 600}, is_mobile=True, has_touch=True)
+        await expect(page.locator("#model")).to_have_text(model.name)
+        await page.locator("#input").fill("B" * 300)
+        await page.get_by_role("button", name="Send").tap()
+        await expect(page.locator(".message")).to_have_count(2)
         await idle(page)
         assert await page.evaluate("document.documentElement.scrollWidth") <= 320
         box = await page.locator("#composer").bounding_box()
         assert box is not None
         assert box["y"] + box["height"] <= 600
+        await expect(page.get_by_role("link", name="Live")).to_be_visible()
+        for name in ("Settings", "New chat"):
+            await expect(page.get_by_role("button", name=name)).to_be_visible()
 
 
 MARKDOWN = """\

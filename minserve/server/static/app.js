@@ -106,7 +106,7 @@ async function answer({ resume = false } = {}) {
     messages.push(message);
     addView(message);
   }
-  const job = (busy = { controller: new AbortController(), phase: { type: "queued" } });
+  const job = (busy = { controller: new AbortController(), phase: null });
   delete message.end;
   delete message.error;
   showAll();
@@ -149,7 +149,7 @@ async function receive(message, request, job) {
   for await (const event of chat({ ...request, key: store.loadKey(), signal: job.controller.signal })) {
     const now = performance.now();
     if (event.type === "queued" || event.type === "reading") {
-      if (job.phase.type !== event.type) announce(describePhase(event));
+      if (job.phase?.type !== event.type) announce(describePhase(event));
       job.phase = event;
     } else if (event.type === "text" || event.type === "reasoning") {
       first ??= now;

@@ -26,6 +26,8 @@
  * an abort. Leaving the loop early (break, return) closes the connection, and the server stops the work.
  */
 
+const HOME = new URL(import.meta.url).origin;
+
 /** What went wrong. status 0: no answer from a server at all. retryAfter: seconds, or null. */
 export class ApiError extends Error {
   constructor(message, { status = 0, code = null, type = null, param = null, retryAfter = null } = {}) {
@@ -39,11 +41,11 @@ export class ApiError extends Error {
  * Streams one answer.
  * @param {object} request
  *   messages, and any other field of /v1/chat/completions (model, temperature, max_tokens, ...), plus
- *   url: the server's address, default: where this page comes from
+ *   url: the server's address, default: where this module comes from
  *   key: an API key, if the server wants one
  *   signal: an AbortSignal
  */
-export async function* chat({ url = "", key, signal, ...fields }) {
+export async function* chat({ url = HOME, key, signal, ...fields }) {
   yield { type: "queued", ahead: null };
   const body = { stream: true, stream_options: { include_usage: true, continuous_usage_stats: true }, ...fields };
   const response = await call(url, "/v1/chat/completions", { key, signal, body });
@@ -71,13 +73,13 @@ export async function* chat({ url = "", key, signal, ...fields }) {
 }
 
 /** The models a server has: [{ id, max_model_len?, ... }]. */
-export async function listModels({ url = "", key, signal } = {}) {
+export async function listModels({ url = HOME, key, signal } = {}) {
   const response = await call(url, "/v1/models", { key, signal });
   return (await readJson(response)).data;
 }
 
 /** GET a JSON resource of the server, errors as ApiError. */
-export async function getJson(path, { url = "", key, signal } = {}) {
+export async function getJson(path, { url = HOME, key, signal } = {}) {
   return readJson(await call(url, path, { key, signal }));
 }
 
