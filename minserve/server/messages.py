@@ -15,6 +15,7 @@ import msgspec
 from minserve.config import LimitsConfig
 from minserve.request import RequestError
 from minserve.server.schema import Message, TemplateFields
+from minserve.text.messages import strings_in
 from minserve.text.template import ChatTemplate
 
 _MAX_DEPTH = 64  # of what a template may walk through
@@ -51,7 +52,6 @@ def conversation(messages: Sequence[Message], fields: TemplateFields, limits: Li
     """RequestError 400 for too many messages or characters, or flags that exclude each other."""
     if len(messages) > limits.max_messages:
         raise RequestError(f"`messages` may hold at most {limits.max_messages} messages.", param="messages")
-    check_characters(sum(map(_characters, messages)), limits, "messages")
     if fields.continue_final_message and fields.add_generation_prompt:
         raise RequestError(
             "`continue_final_message` and `add_generation_prompt` exclude each other.", param="continue_final_message"
@@ -65,6 +65,9 @@ def conversation(messages: Sequence[Message], fields: TemplateFields, limits: Li
         _check_depth(message, f"messages[{place}]")
     if fields.reasoning_effort is not None:
         variables["reasoning_effort"] = fields.reasoning_effort
+    said = sum(map(_characters, presented))
+    check_characters(said, limits, "messages")
+    check_characters(said + sum(map(len, strings_in(variables))), limits, "chat_template_kwargs")
     return Conversation(
         messages=presented,
         add_generation_prompt=not fields.continue_final_message and fields.add_generation_prompt is not False,
@@ -94,10 +97,12 @@ def check_characters(count: int, limits: LimitsConfig, param: str) -> None:
         )
 
 
-def _characters(message: Message) -> int:
-    if isinstance(message.content, list):
-        return sum(len(part.text or "") for part in message.content)
-    return len(message.content or "")
+def _characters(message: dict[str, Any]) -> int:
+    """Of all that a template may print: names, thoughts and tool calls too."""
+    content = message.get("content", "")
+    texts = [part["text"] or "" for part in content] if isinstance(content, list) else [content]
+    rest = [value for name, value in message.items() if name not in ("role", "content")]
+    return sum(map(len, texts)) + sum(map(len, strings_in(rest)))
 
 
 def _present(message: Message) -> dict[str, Any]:

@@ -31,6 +31,8 @@ class SafetensorsFile:
             with safe_open(path, framework="numpy"):
                 begin = 8 + int.from_bytes(data[:8], "little")
             self.header = data[8:begin]
+            if not self.header.startswith(b"{"):
+                raise CheckpointError("the header does not begin with {")
             self._infos = parse_json(self.header, "the header")
         except (SafetensorError, CheckpointError) as error:
             raise CheckpointError(f"{path.name}: {error}") from error

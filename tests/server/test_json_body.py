@@ -153,10 +153,27 @@ def test_unknown_fields_are_ignored_and_unsupported_ones_refused() -> None:
         "logit_processors": ["x"],
         "lora": "a",
         "lora_request": {},
+        "n_cmpl": 2,
+        "enable_thinking": False,
+        "think": True,
+        "regex_pattern": "a*",
+        "reasoning_format": "none",
+        "truncate": 5,
     }.items():
         with pytest.raises(RequestError) as caught:
             refuse_unsupported({field: value}, chat=True)
         assert (caught.value.param, caught.value.code) == (field, "unsupported_parameter")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("chat_template_kwargs", {"a": 1}), ("reasoning_effort", "low"), ("continue_final_message", True)],
+)
+def test_a_completion_refuses_what_only_a_chat_understands(field: str, value: object) -> None:
+    refuse_unsupported({field: value}, chat=True)
+    with pytest.raises(RequestError) as caught:
+        refuse_unsupported({field: value}, chat=False)
+    assert caught.value.param == field
 
 
 @pytest.mark.parametrize("field", ["audio", "function_call", "refusal"])

@@ -61,6 +61,7 @@ def test_a_tensor_is_a_view_of_the_file(tmp_path: Path) -> None:
     ("header", "data", "message"),
     [
         (b"[]", b"", "invalid JSON in header"),
+        (b"  {}", b"", "does not begin with {"),
         (b'{"a":', b"", "invalid JSON in header"),
         (b'{"a":' * 5000 + b"{}" + b"}" * 5000, b"", "recursion limit exceeded"),
         (b"{" + b"\xff" * 8 + b"}", b"", "invalid UTF-8"),
