@@ -19,8 +19,8 @@ from minserve.settings import FIELDS, Settings, SettingsError, flag_of, load
 F = TypeVar("F", bound=Callable[..., Any])
 
 # Sections whose fields become flags of their own; the rest is reached through --set.
-_MODEL_SECTIONS = ("profile", "model.", "engine.", "limits.")
-_FLAG_SECTIONS = (*_MODEL_SECTIONS, "server.")
+_MODEL_SECTIONS = ("profile", "model.", "engine.")
+_FLAG_SECTIONS = (*_MODEL_SECTIONS, "limits.", "server.")
 _FLAGS = {
     flag_of(name).removeprefix("--").replace("-", "_"): name
     for name in FIELDS
@@ -34,7 +34,7 @@ def settings_options(function: F) -> F:
 
 
 def model_options(function: F) -> F:
-    """The same without the server's section: for commands that run the model in the terminal."""
+    """The same without the sections of a server: for commands that run the model in the terminal."""
     return _flags(function, _MODEL_SECTIONS)
 
 

@@ -90,7 +90,7 @@ def request_line(row: Mapping[str, object]) -> dict[str, object]:
 
 
 def log_request(row: Mapping[str, object]) -> None:
-    """One line for a finished call; refused and failed ones are warnings."""
+    """One line for a finished call; failed ones are warnings."""
     line = request_line(row)
     status = row.get("status")
     bad = isinstance(status, int) and status >= 500

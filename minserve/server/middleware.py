@@ -18,7 +18,7 @@ from aiohttp import web
 
 from minserve.economics.keys import Identity
 from minserve.economics.reservation import Admission
-from minserve.request import RequestError
+from minserve.request import Pool, RequestError
 from minserve.server.errors import error_response, forbidden, from_http, unexpected
 from minserve.server.gateway import CLIENT_CLOSED
 from minserve.server.origins import Origins
@@ -107,7 +107,16 @@ def recorded(request: web.Request, identity: Identity | None = None) -> Iterator
         route, visit = route_of(request), request[VISIT]
         if route in GENERATING_ROUTES:
             visit.recorded = True
-            request.app[REFUSE](Admission(id=visit.request_id, identity=identity, endpoint=route), error)
+            request.app[REFUSE](
+                Admission(
+                    id=visit.request_id,
+                    identity=identity,
+                    endpoint=route,
+                    pool=Pool.INTERACTIVE if identity is None else identity.pool(),
+                    started=visit.started,
+                ),
+                error,
+            )
         raise
 
 

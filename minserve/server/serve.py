@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from minserve.assemble import Assembly, Fetch, assemble, default_name, files_of, memory_fraction
 from minserve.async_engine import AsyncEngine
@@ -40,7 +40,7 @@ FAULTS = (PortInUse, LedgerError, CheckpointError, BackendError, DownloadError, 
 _INTERRUPTED = 130  # what shells show for a process that a second Ctrl-C ended
 
 Say = Callable[[str], None]
-Meanwhile = Callable[[Accounting], Awaitable[None]]
+Meanwhile = Callable[[Accounting], contextlib.AbstractAsyncContextManager[None]]
 
 
 def run(config: Config, reread: Reread | None = None, fetch: Fetch = files_of) -> int:
@@ -68,8 +68,13 @@ async def serve(
         site = Site(sock)
         cleanup.push_async_callback(site.close)
 
-        async def meanwhile(accounting: Accounting) -> None:
+        @contextlib.asynccontextmanager
+        async def meanwhile(accounting: Accounting) -> AsyncIterator[None]:
             await site.serve(loading_app(config.server, accounting))
+            try:
+                yield
+            finally:
+                await site.close()  # before the ledger: whoever is refused until then has a row
 
         services = await cleanup.enter_async_context(opened(config, say, stop, fetch, meanwhile))
         if services is None:
@@ -94,7 +99,7 @@ async def opened(
 ) -> AsyncIterator[Services | None]:
     """Ledger, weights, engine: all that stands behind the gateway, whoever brings the calls. None: told to stop.
 
-    meanwhile: called when rows can be written, before the model is loaded.
+    meanwhile: entered when rows can be written, before the model is loaded, and left before they no longer can.
     """
     if broken := validate(config):
         raise ValueError("The settings contradict each other:\n  " + "\n  ".join(broken))
@@ -106,7 +111,7 @@ async def opened(
             cleanup.push_async_callback(webhook.close)
         cleanup.push_async_callback(accounting.close)
         if meanwhile is not None:
-            await meanwhile(accounting)
+            await cleanup.enter_async_context(meanwhile(accounting))
         assembly = await load(config, (*telemetry.observers, accounting.observe), say, stop, fetch)
         if assembly is None:
             yield None

@@ -101,7 +101,8 @@ class Visit:
     """What is known of one HTTP request on its way through. code: of the error it ended with.
 
     request_id: what X-Request-ID says. named: the client chose it. identity: set by the guard, so every route but the
-    open ones has it. recorded: the request has a row of the ledger, and its log line from that.
+    open ones has it. recorded: the request has a row of the ledger, and its log line from that. started:
+    time.monotonic().
     """
 
     request_id: str
@@ -109,6 +110,7 @@ class Visit:
     identity: Identity | None = None
     code: str | None = None
     recorded: bool = False
+    started: float = field(default_factory=time.monotonic)
 
     def record(self, call_id: str) -> None:
         """This is a call. Unless the client has its own word for it, the reply's id is that of the row and the log."""

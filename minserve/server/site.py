@@ -152,15 +152,19 @@ def loading_app(config: ServerConfig, accounting: Accounting) -> web.Application
         return web.json_response({"status": "loading"}, status=503)
 
     async def later(request: web.Request) -> web.Response:
+        raise RequestError("The model is being loaded.", status=503, code="loading", retry_after=2)
+
+    async def guarded_later(request: web.Request) -> web.Response:
         with recorded(request):
             identity = accounting.identify(request.headers.get("Authorization"), request.headers.get("Origin"))
         with recorded(request, identity):
-            raise RequestError("The model is being loaded.", status=503, code="loading", retry_after=2)
+            return await later(request)
 
     app = web.Application(middlewares=[observed, guarded])
     app[ORIGINS], app[REFUSE] = Origins(config), accounting.refuse
     app.on_response_prepare.append(add_headers)
     app.add_routes([web.get("/health", health), web.get("/ready", ready)])
-    app.add_routes([web.post(route, later) for route in sorted(GENERATING_ROUTES)])
-    app.add_routes([web.route("*", "/{path:.*}", later)])
+    app.add_routes([web.get("/", later), web.get("/static/{name}", later)])
+    app.add_routes([web.post(route, guarded_later) for route in sorted(GENERATING_ROUTES)])
+    app.add_routes([web.route("*", "/{path:.*}", guarded_later)])
     return app

@@ -59,6 +59,13 @@ def test_generate_says_when_it_has_to_settle_for_the_slow_backend(tmp_path: Path
     assert b"Numba can't be imported, so the NumPy backend runs, several times slower: needs another" in result.stderr
 
 
+@pytest.mark.parametrize("command", [("generate", "Hi"), ("chat",), ("pull",)])
+def test_a_servers_limits_are_no_flags_of_a_terminal(invoke: Invoke, command: tuple[str, ...]) -> None:
+    result = invoke(*command, "--max-tokens", "5")
+    assert result.exit_code == 2
+    assert "No such option" in result.output
+
+
 @pytest.mark.parametrize(
     "option", ["--max-new=0", "--max-new=-1", "--temperature=nan", "--temperature=inf", f"--seed={2**63}"]
 )

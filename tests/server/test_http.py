@@ -147,6 +147,23 @@ async def test_the_stages_of_input_have_their_own_codes() -> None:
         assert not server.engine.submissions
 
 
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"messages": [{"role": "user", "content": "Hi", "name": "x" * 60}]}, "messages"),
+        ({"messages": [{"role": "assistant", "content": "Hi", "reasoning_content": "x" * 60}]}, "messages"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "x" * 60}}]}]}, "messages"),
+        ({"chat_template_kwargs": {"documents": ["x" * 60]}}, "chat_template_kwargs"),
+        ({"reasoning_effort": "x" * 60}, "chat_template_kwargs"),
+    ],
+)
+async def test_all_that_a_template_may_print_is_counted(more: dict[str, Any], param: str) -> None:
+    async with serving(limits=LimitsConfig(max_input_chars=50)) as server:
+        status, reply = await server.post("/v1/chat/completions", {**CHAT, **more})
+        assert (status, error(400, reply)["code"], reply["error"]["param"]) == (400, "input_too_long", param)
+        assert (await server.post("/v1/chat/completions", CHAT))[0] == 200
+
+
 # bug: 41
 async def test_a_prompt_that_fills_the_context_is_refused_with_the_true_limit(server: Server) -> None:
     status, reply = await server.post("/v1/completions", {**COMPLETION, "prompt": "x" * CONTEXT})
@@ -439,6 +456,7 @@ async def test_foreign_pages_and_rebound_names_are_refused(server: Server) -> No
     own = {"Origin": server.url}
     assert (await server.post("/v1/completions", COMPLETION, headers=own))[0] == 200
     assert len(server.engine.submissions) == 1
+    assert all(row.total_ms is not None for row in server.rows)
     assert [(row.code, row.endpoint) for row in server.rows] == [
         ("origin_not_allowed", "/v1/completions"),
         ("host_not_allowed", "/v1/completions"),

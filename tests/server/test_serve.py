@@ -17,9 +17,14 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp.test_utils import TestClient, TestServer
 
-from minserve.server.site import PortInUse, address_of, bind
+from minserve.config import Config
+from minserve.economics.accounting import Accounting
+from minserve.economics.rows import Row
+from minserve.server.site import PortInUse, address_of, bind, loading_app
 from minserve.server.webhook import Webhook
+from tests.server.fakes import keyed
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals are sent to a process of its own")
 
@@ -152,6 +157,26 @@ async def test_while_loading_probes_are_answered_and_a_signal_ends_it(tmp_path: 
     assert rows == [
         ("/v1/completions", "local", "refused", 503, "loading"),
         ("/v1/completions", "", "refused", 403, "host_not_allowed"),
+    ]
+
+
+async def test_while_loading_the_pages_need_no_key_either() -> None:
+    config = Config(keys={"a": keyed("a", pool="bulk", pools=("bulk",))})
+    rows: list[Row] = []
+    accounting = Accounting(config, on_row=rows.append)
+    async with TestClient(TestServer(loading_app(config.server, accounting))) as client:
+        for path in ("/", "/static/app.js"):
+            async with client.get(path) as response:
+                assert (response.status, (await response.json())["error"]["code"]) == (503, "loading")
+        for key, status in (("a", 503), ("b", 401)):
+            own = {"Authorization": f"Bearer {key}"}
+            async with client.post("/v1/completions", json=BODY, headers=own) as response:
+                assert response.status == status
+        async with client.get("/v1/models") as response:
+            assert response.status == 401
+    assert [(row.code, row.key, row.pool) for row in rows] == [
+        ("loading", "a", "bulk"),
+        ("invalid_api_key", "", "interactive"),
     ]
 
 
