@@ -99,8 +99,8 @@ class Metrics:
 
     def row(self, row: LedgerRow) -> None:
         """A call has ended or was refused: its tokens and money, why it was refused, what was degraded."""
-        if row.degraded:
-            self.degraded.labels(*self._values(row.degraded)).inc()
+        for step in filter(None, row.degraded.split(",")):
+            self.degraded.labels(*self._values(step)).inc()
         if row.finish == "refused":
             self.rejections.labels(*self._values(row.code)).inc()
             return

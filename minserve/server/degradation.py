@@ -90,11 +90,10 @@ class Degradation:
         return frozenset([Pool.BULK])
 
     def met(self, call: Call, since: float) -> str:
-        """The latest step that cut a call which was admitted at `since`, "" for none: bulk that stood still has been
-        cut too."""
-        if call.pool is Pool.BULK and self._paused_at >= since:
-            return Step.PAUSE_BULK.word
-        return call.degraded
+        """Every step that cut a call which was admitted at `since`, with commas between, "" for none: bulk that stood
+        still has been cut too."""
+        stood = call.pool is Pool.BULK and self._paused_at >= since
+        return ",".join(filter(None, (call.degraded, Step.PAUSE_BULK.word if stood else "")))
 
     def _decide(self, call: Call) -> Decision:
         load, money = self._of_load(), self._of_money()

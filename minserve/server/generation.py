@@ -58,8 +58,8 @@ class Generation:
         timeouts: CallTimeouts,
         met: Callable[[Call, float], str],
     ) -> None:
-        """reservation: None for what costs nothing, because it is not the model's. met: the latest step of degradation
-        that cut a call which was admitted at a time."""
+        """reservation: None for what costs nothing, because it is not the model's. met: the steps of degradation that
+        cut a call which was admitted at a time."""
         self.call = call
         self.streams = streams
         self.reservation = reservation

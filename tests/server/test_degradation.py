@@ -129,6 +129,20 @@ async def test_bulk_that_stood_still_for_a_while_says_so(pool: str, stream: bool
         assert server.rows[-1].degraded == ""
 
 
+async def test_a_call_that_is_cut_twice_says_both(server: Server) -> None:
+    engine = server.engine
+    engine.script, engine.waiting = None, 5
+    body = {**COMPLETION, "pool": "bulk", "max_tokens": 100}
+    calling = asyncio.create_task(server.session.post(server.url + "/v1/completions", json=body))
+    opened = await engine.stream()
+    await stand_still(engine)
+    opened.push(*say("Hi")(opened.submission)[-1])
+    async with await calling as response:
+        assert (response.status, response.headers["x-minserve-degraded"]) == (200, "shrink,pause_bulk")
+    assert [row.degraded for row in server.rows] == ["shrink,pause_bulk"]
+    assert (count(server, "shrink"), count(server, "pause_bulk")) == (1, 1)
+
+
 async def test_bulk_that_is_given_up_while_it_stands_still_says_so() -> None:
     engine = FakeEngine(None)
     async with serving(engine, degradation=LADDER, pools=POOLS, local=EVERYBODY) as server:
