@@ -141,6 +141,7 @@ def test_a_third_party_reader_is_known_to_one_module(package: str) -> None:
         ("minserve", "numpy cupy numba aiohttp msgspec tokenizers huggingface_hub"),
         ("minserve.engine", "cupy numba aiohttp huggingface_hub click rich"),
         ("minserve.weights.hub", "cupy numba aiohttp huggingface_hub filelock tokenizers"),
+        ("tests.gpu.main", "msgspec pytest ml_dtypes numba cupy aiohttp"),  # runs on NumPy and CuPy alone
     ],
 )
 def test_importing_is_cheap(module: str, heavy: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -335,6 +336,21 @@ def test_numpy_steps_in_for_a_numba_that_can_not_be_imported(monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "minserve.backend.numba_backend", None)
     with pytest.raises(BackendError, match="numba is installed, but can't be imported"):
         choose(monkeypatch, {"numba"}, backend="numba")
+
+
+@pytest.mark.parametrize(("installed", "name"), [({"cupy", "numba"}, "numba"), ({"cupy"}, "numpy")])
+def test_a_gpu_that_can_not_be_used_is_told_and_the_cpu_steps_in(
+    installed: set[str], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = SimpleNamespace(driverGetVersion=lambda: 0)
+    cupy = SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: False, runtime=runtime))
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    backend, lines = choose(monkeypatch, installed)
+    assert backend.name == name
+    assert "CuPy is installed, but no GPU can be used: No NVIDIA driver was found" in lines[0]
+    assert lines[1:] == ([] if name == "numba" else [minserve.backend.NO_NUMBA])
+    with pytest.raises(BackendError, match="No NVIDIA driver was found"):
+        choose(monkeypatch, installed, device="cuda")
 
 
 @pytest.mark.parametrize(
