@@ -84,7 +84,7 @@ class Degradation:
 
     def paused(self) -> frozenset[Pool]:
         """Pools that get nothing now. Money pauses nobody who has been admitted."""
-        if self._of_load() < Step.PAUSE_BULK:
+        if not self.enabled or self._of_load() < Step.PAUSE_BULK:
             return frozenset()
         self._paused_at = self._clock()
         return frozenset([Pool.BULK])

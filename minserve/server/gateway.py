@@ -204,7 +204,7 @@ class Gateway:
         return replace(timeouts, total=left, total_code="deadline_exceeded") if left < timeouts.total else timeouts
 
     def _generation(self, call: Call, streams: Sequence[TokenStream], reservation: Reservation | None) -> Generation:
-        return Generation(call, streams, reservation, self._timeouts_of(call), self._degradation.met)
+        return Generation(call, streams, reservation, self._timeouts_of(call), self._degradation)
 
     def _finish(
         self, call: Call, streams: list[TokenStream], reservation: Reservation, ending: Ending, *, linger: bool

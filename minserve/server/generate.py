@@ -26,6 +26,7 @@ from minserve.server.wire import to_json
 log = logging.getLogger("minserve.server")
 
 _STATE_SECONDS = 0.25  # how often a waiting reader is told what has changed
+_PAUSED = "paused"
 
 
 class GenerateRoutes:
@@ -96,21 +97,24 @@ class GenerateRoutes:
         told = _state(generation)
         while True:
             if data := answer.events(deltas, generation.tally):
+                told = ""
                 await events.send(data)
-            elif not generation.begun and (state := _state(generation)) != told:
+            elif (state := _state(generation)) != told and (state == _PAUSED or not generation.begun):
                 told = state
                 await events.comment(state)
             elif events.silent_for >= keep_alive:
                 await events.comment("keep-alive")
             if generation.done:
                 break
-            deltas = await generation.read(keep_alive if generation.begun else min(keep_alive, _STATE_SECONDS))
+            deltas = await generation.read(min(keep_alive, _STATE_SECONDS))
         if data := answer.closing(generation):
             await events.send(data)
 
 
 def _state(generation: Generation) -> str:
-    """`queued 3` (requests ahead) or `prefill 120/400` (prompt tokens read so far)."""
+    """`paused` (bulk, under load), `queued 3` (requests ahead) or `prefill 120/400` (prompt tokens read so far)."""
+    if generation.paused:
+        return _PAUSED
     progress = generation.progress
     if progress.phase == "queued":
         return f"queued {progress.ahead}"

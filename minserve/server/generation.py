@@ -6,13 +6,14 @@ Owns the timeouts of a reader and the count of tokens. It must not know HTTP.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minserve.economics.reservation import Reservation
 from minserve.engine import Progress
 from minserve.request import FinishReason, RequestError, RequestOutcome, TextDelta
 from minserve.server.arrival import Call
+from minserve.server.degradation import Degradation
 from minserve.server.merge import Merged
 from minserve.server.ports import Reader, TokenStream
 
@@ -56,16 +57,15 @@ class Generation:
         streams: Sequence[TokenStream],
         reservation: Reservation | None,
         timeouts: CallTimeouts,
-        met: Callable[[Call, float], str],
+        degradation: Degradation,
     ) -> None:
-        """reservation: None for what costs nothing, because it is not the model's. met: the steps of degradation that
-        cut a call which was admitted at a time."""
+        """reservation: None for what costs nothing, because it is not the model's."""
         self.call = call
         self.streams = streams
         self.reservation = reservation
         self.tally = Tally(call.prompt_tokens)
         self.timeouts = timeouts
-        self._met = met
+        self._degradation = degradation
         self._source: Reader = streams[0] if len(streams) == 1 else Merged(streams, call.n)
         self._open = call.choices
         self._seen = [0] * call.choices
@@ -82,7 +82,12 @@ class Generation:
     @property
     def degraded(self) -> str:
         """What was cut under load by now, "" for nothing."""
-        return self._met(self.call, self._started)
+        return self._degradation.met(self.call, self._started)
+
+    @property
+    def paused(self) -> bool:
+        """It stands still under load, whatever it was at."""
+        return self.call.pool in self._degradation.paused()
 
     def mark(self) -> None:
         """What was cut since the reservation stands in its row too, when that is settled."""

@@ -23,7 +23,7 @@ from minserve.config import (
 from minserve.request import FinishReason, Pool, RequestError, RequestOutcome, StepRecord
 from minserve.server.degradation import Degradation
 from minserve.text.template import ChatTemplate
-from tests.server.fakes import CHAT, COMPLETION, FakeEngine, Server, say, serving, tiny_model
+from tests.server.fakes import CHAT, COMPLETION, FakeEngine, Server, say, serving, tiny_model, token
 from tests.server.real import SMALL, real_server
 from tests.server.test_reasoning import THINKS
 
@@ -129,6 +129,21 @@ async def test_bulk_that_stood_still_for_a_while_says_so(pool: str, stream: bool
         assert server.rows[-1].degraded == ""
 
 
+async def test_a_stream_is_told_each_time_that_it_stands_still(server: Server) -> None:
+    engine = server.engine
+    engine.script = None
+    reading = asyncio.create_task(server.events("/v1/completions", {**COMPLETION, "pool": "bulk"}))
+    opened = await engine.stream()
+    for text in "Hi":
+        await stand_still(engine, 0.4)
+        opened.push(token(0, text, opened.submission))
+        await asyncio.sleep(0.05)
+    opened.push(*say("")(opened.submission)[-1])
+    said = await reading
+    assert [line for line in said.split("\n\n") if line == ": paused"] == [": paused"] * 2
+    assert said.index(": paused") < said.index('"text":"H"') < said.rindex(": paused") < said.index('"text":"i"')
+
+
 async def test_a_call_that_is_cut_twice_says_both(server: Server) -> None:
     engine = server.engine
     engine.script, engine.waiting = None, 5
@@ -170,11 +185,11 @@ async def test_a_stream_that_waits_in_a_short_queue_says_in_its_header_that_it_s
             assert (response.status, response.headers["x-minserve-degraded"]) == (200, "pause_bulk")
 
 
-async def stand_still(engine: FakeEngine) -> None:
+async def stand_still(engine: FakeEngine, seconds: float = 0.11) -> None:
     """Interactive calls queue up and leave again; the engine asks before each of its steps."""
     for waiting, paused in ((7, {Pool.BULK}), (0, frozenset())):
         engine.waiting = waiting
-        await asyncio.sleep(0.11)
+        await asyncio.sleep(seconds)
         assert engine.paused() == paused
 
 
