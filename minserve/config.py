@@ -101,7 +101,8 @@ class PoolsConfig(Section, frozen=True):
 
 
 class TimeoutsConfig(Section, frozen=True):
-    """Layers, each inside the next: step < token gap < first token < total < client; write stall < total.
+    """Layers, each inside the next: step < token gap < first token < total < client; a pool's queue < first token;
+    write stall < total; SSE keep-alive < proxy idle.
 
     config_rules.validate refuses a configuration in which they are not nested.
     """
@@ -168,7 +169,7 @@ class KeyConfig(AccountConfig, frozen=True, kw_only=True):
 
     sha256: str
     user: str
-    admin: bool = False  # may read /status, /metrics and change settings
+    admin: bool = False  # may read /status and /metrics, reset limits, end anybody's call
 
 
 class UserConfig(Section, frozen=True):

@@ -23,7 +23,7 @@ def keys() -> None:
 @click.option("--feature", help="What calls are attributed to, unless they say. [default: default]")
 @click.option("--pool", type=click.Choice(["interactive", "bulk"]), help="[default: interactive]")
 @click.option("--also-pool", "pools", multiple=True, type=click.Choice(["interactive", "bulk"]), help="May be chosen.")
-@click.option("--admin", is_flag=True, help="May read /status and /metrics, and reset limits.")
+@click.option("--admin", is_flag=True, help="May read /status and /metrics, reset limits, end anybody's call.")
 @click.option("--limit", "limits", multiple=True, metavar="PERIOD:KIND=N", help="As day:tokens=200000; repeatable.")
 def new(name: str | None, user: str | None, limits: tuple[str, ...], **fields: Any) -> None:
     """Make a key. Its secret goes to standard error, once; the table for minserve.toml to standard output."""
