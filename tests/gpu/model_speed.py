@@ -130,9 +130,10 @@ def run(target: Target, peaks: Peaks, report: Report, presets: Sequence[str], sp
                 longest = max(context, *(chunk // batch for chunk in chunks))
                 kv = sum(4 * layer.kv_heads * layer.head_dim for layer in paper.spec.kv) * (longest + 64) * batch
                 target.cp.get_default_memory_pool().free_all_blocks()
-                free = target.cp.cuda.Device().mem_info[0]
-                if paper.spec.weight_bytes * 1.1 + kv + (2 << 30) > free and not target.simulated:
-                    report.skip(f"{preset}, batch {batch}", f"{kv / 1e9:.0f} GB of KV don't fit")
+                needed, free = paper.spec.weight_bytes * 1.1 + kv + (2 << 30), target.cp.cuda.Device().mem_info[0]
+                if needed > free and not target.simulated:
+                    why = f"{needed / 1e9:.0f} GB needed, {kv / 1e9:.0f} of them for KV; {free / 1e9:.0f} GB free"
+                    report.skip(f"{preset}, batch {batch}", why)
                     continue
                 running = build(target, preset, batch, max(chunks), longest)
                 subject = Subject(preset, running, paper, batch, peaks, target.simulated)
