@@ -25,8 +25,9 @@ from minserve.server.logprobs import TokenNames
 from minserve.server.messages import conversation
 from minserve.server.prompts import encode_prompt, prompt_list, shown_prompt
 from minserve.server.sampling import chat_params, completion_params, fit
-from minserve.server.schema import ChatBody, CompletionBody, GenerationBody, refuse_unsupported
+from minserve.server.schema import ChatBody, CompletionBody, GenerationBody
 from minserve.server.services import Services
+from minserve.server.unsupported import refuse_unsupported
 from minserve.server.wire import Response
 
 _MAX_SALT = 128

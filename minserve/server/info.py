@@ -22,18 +22,9 @@ from minserve.server.http_input import read_fields
 from minserve.server.json_body import to_struct
 from minserve.server.messages import Conversation, check_characters, conversation
 from minserve.server.sampling import check_token_ids
-from minserve.server.schema import (
-    TOKENIZE_UNSUPPORTED,
-    AbortBody,
-    DetokenizeBody,
-    Message,
-    ResetBody,
-    TemplateFields,
-    TokenizeBody,
-    refuse_of,
-    refuse_unsupported,
-)
+from minserve.server.schema import AbortBody, DetokenizeBody, Message, ResetBody, TemplateFields, TokenizeBody
 from minserve.server.services import Services, identity_of
+from minserve.server.unsupported import TOKENIZE_UNSUPPORTED, refuse_of, refuse_unsupported
 from minserve.server.wire import to_json
 
 

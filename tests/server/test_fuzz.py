@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from minserve.server.schema import UNSUPPORTED, ChatBody, CompletionBody
+from minserve.server.schema import ChatBody, CompletionBody
+from minserve.server.unsupported import UNSUPPORTED
 from tests.server.fakes import CHAT, COMPLETION, serving
 
 STRINGS = ["", "Hi", "\u0000", "\ud83d\ude00", "<|im_end|>", "user", "a" * 300, "1", "null", "\u2028"]

@@ -11,7 +11,8 @@ from minserve.request import RequestError
 from minserve.server import json_body
 from minserve.server.errors import error_body
 from minserve.server.json_body import parse_object, to_struct
-from minserve.server.schema import ChatBody, CompletionBody, refuse_unsupported
+from minserve.server.schema import ChatBody, CompletionBody
+from minserve.server.unsupported import refuse_unsupported
 
 
 def refused(body: bytes) -> RequestError:
