@@ -1,12 +1,17 @@
-"""What holds for every test: logging is set up for the whole process, so it is put back after each."""
+"""What holds for every test: logging is set up for the whole process, so it is put back after each; and no case that
+Hypothesis tries is timed, since others run beside it."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 import structlog
+
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ from minserve.request import FinishReason, Pool, SamplingParams, StepPlan, Submi
 from tests.driver import Driver
 from tests.fake_program import VOCAB
 
-CASES = int(os.environ.get("SIM_CASES", "300"))
+CASES = int(os.environ.get("SIM_CASES", "200"))
 PER_TEST = 50
 
 

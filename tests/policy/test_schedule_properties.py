@@ -14,7 +14,7 @@ from minserve.policy.schedule import Limits, PoolLimits, plan_step
 from minserve.request import Pool, StepPlan, View
 
 thorough = settings(
-    max_examples=int(os.environ.get("SIM_CASES", "300")) // 10,
+    max_examples=int(os.environ.get("SIM_CASES", "200")) // 10,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
