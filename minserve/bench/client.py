@@ -100,9 +100,9 @@ async def _read(response: aiohttp.ClientResponse, chat: bool, trace: Trace) -> N
             trace.completion_tokens = usage.get("completion_tokens", 0)
         for choice in event.get("choices") or ():
             text = (choice.get("delta") or {}).get("content") if chat else choice.get("text")
-            if text:
+            if text or choice.get("token_ids"):  # a token within a character has no text
                 trace.times.append(time.perf_counter())
-                trace.text += text
+                trace.text += text or ""
 
 
 class Lag:

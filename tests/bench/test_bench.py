@@ -15,15 +15,16 @@ from minserve.bench.workload import cut_by_characters, prompts
 
 
 async def stream(request: web.Request) -> web.StreamResponse:
-    """Two tokens in one event, then one, then usage: three tokens in two events."""
+    """Two tokens in one event, then one, then usage: three tokens in two events. With ids, another one without text."""
     body = await request.json()
     if "refuse" in body["prompt"]:
         return web.json_response({"error": {"message": "no"}}, status=503)
     response = web.StreamResponse(headers={"content-type": "text/event-stream"})
     await response.prepare(request)
-    for text in ("one two", " three"):
+    for text in ("one two", " three", *([""] if "return_token_ids" in body else [])):
         await asyncio.sleep(0.02)
-        event = {"choices": [{"index": 0, "text": text}], "usage": None}
+        ids = {"token_ids": [1]} if "return_token_ids" in body else {}
+        event = {"choices": [{"index": 0, "text": text, **ids}], "usage": None}
         await response.write(b": keep-alive\n\ndata: " + json.dumps(event).encode() + b"\n\n")
     usage = {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 3}}
     await response.write(b"data: " + json.dumps(usage).encode() + b"\n\ndata: [DONE]\n\n")
@@ -47,6 +48,12 @@ async def test_tokens_are_counted_by_usage_not_by_events(url: str) -> None:
     # one gap of 20 ms, but two tokens came after the first event's: tpot counts all three by usage
     assert traces[0].tpot == pytest.approx((traces[0].times[1] - traces[0].times[0]) / 2)
     assert summary["client_lag_p99_ms"] is not None
+
+
+async def test_a_token_within_a_character_is_seen_where_ids_are_asked_for(url: str) -> None:
+    target = Target(url, False, {"return_token_ids": True}, {})
+    _, (trace,) = await run(target, ["a"], Plan(max_concurrency=1, warmups=0))
+    assert (trace.text, len(trace.times)) == ("one two three", 3)
 
 
 async def test_a_closed_loop_never_has_more_requests_than_clients(url: str) -> None:
