@@ -45,7 +45,7 @@ ROOMS = {
     "backend.cuda_backend": room(3, "numpy cupy cupy_backends cuda", rooms="backend config request batch kernels_cuda"),
     "models": room(3, "numpy", rooms="backend.base backend.tensor"),
     "runner": room(4, "numpy"),
-    "weights": room(4, "numpy safetensors huggingface_hub filelock"),
+    "weights": room(4, "numpy gguf safetensors huggingface_hub filelock"),
     "text": room(4, "tokenizers jinja2", rooms="request backend.base weights.vocabulary"),
     "transcript": room(5),
     "engine": room(5),
@@ -69,6 +69,7 @@ ONE_MODULE = {  # each third-party reader is known to one module only
     "huggingface_hub": "weights.repository",
     "filelock": "weights.cache",
     "safetensors": "weights.safetensors_file",
+    "gguf": "weights.gguf_file",
 }
 
 

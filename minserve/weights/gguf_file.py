@@ -4,8 +4,8 @@ Owns the byte format (versions 2 and 3, little-endian). It must not know what ke
 does. Every count, length, shape and offset is held against the bytes that are there before anything is allocated, so
 a lying file of 200 bytes costs 200 bytes.
 
-Source: ggml/docs/gguf.md. Written here, not taken from the gguf package: its reader trusts the file (counts of 2^63,
-products that wrap) and takes seconds for a 50,000-token vocabulary.
+Source: ggml/docs/gguf.md. The numbers of types are the gguf package's. Its reader is not used: it trusts the file
+(counts of 2^63, products that wrap) and takes seconds for a 50,000-token vocabulary.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from gguf import GGMLQuantizationType
+from gguf import GGUFValueType as Kind
 
 from minserve.backend.base import CheckpointError
 from minserve.backend.tensor import BLOCKS, Encoding, HostTensor
@@ -28,41 +30,22 @@ from minserve.weights.files import map_file
 Value: TypeAlias = "int | float | bool | str | list[str] | npt.NDArray[np.generic]"
 
 _SCALARS = {
-    0: "<u1",
-    1: "<i1",
-    2: "<u2",
-    3: "<i2",
-    4: "<u4",
-    5: "<i4",
-    6: "<f4",
-    7: "|b1",
-    10: "<u8",
-    11: "<i8",
-    12: "<f8",
+    Kind.UINT8: "<u1",
+    Kind.INT8: "<i1",
+    Kind.UINT16: "<u2",
+    Kind.INT16: "<i2",
+    Kind.UINT32: "<u4",
+    Kind.INT32: "<i4",
+    Kind.FLOAT32: "<f4",
+    Kind.BOOL: "|b1",
+    Kind.UINT64: "<u8",
+    Kind.INT64: "<i8",
+    Kind.FLOAT64: "<f8",
 }
-_STRING, _ARRAY = 8, 9
-_UINT32 = 4
 _MAX_DIMS = 4
 _DEFAULT_ALIGNMENT = 32
 
-_ENCODINGS = {
-    0: Encoding.F32,
-    1: Encoding.F16,
-    2: Encoding.Q4_0,
-    3: Encoding.Q4_1,
-    6: Encoding.Q5_0,
-    7: Encoding.Q5_1,
-    8: Encoding.Q8_0,
-    12: Encoding.Q4_K,
-    13: Encoding.Q5_K,
-    14: Encoding.Q6_K,
-    30: Encoding.BF16,
-}
-_UNREADABLE = {
-    10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL",
-    21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M",
-    34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
-}  # fmt: skip
+_ENCODINGS = {GGMLQuantizationType[encoding]: encoding for encoding in Encoding}
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +100,7 @@ def _read(data: mmap.mmap) -> GgufFile:
 
 
 def _alignment(kind: int, value: Value) -> int:
-    if kind != _UINT32 or not isinstance(value, int) or value < 1 or value & (value - 1):
+    if kind != Kind.UINT32 or not isinstance(value, int) or value < 1 or value & (value - 1):
         raise CheckpointError(f"general.alignment must be a power of two in a UINT32, not {value!r} (type {kind})")
     return value
 
@@ -142,15 +125,20 @@ def _tensor_info(at: _Cursor) -> _TensorInfo:
     encoding = _ENCODINGS.get(kind)
     if encoding is None:
         readable = ", ".join(_ENCODINGS.values())
-        raise CheckpointError(
-            f"tensor {name!r} is stored as {_UNREADABLE.get(kind, f'type {kind}')}; readable are {readable}"
-        )
+        raise CheckpointError(f"tensor {name!r} is stored as {_type_name(kind)}; readable are {readable}")
     block = BLOCKS[encoding]
     if shape[-1] % block.weights:
         raise CheckpointError(
             f"tensor {name!r}: {encoding} needs rows of a multiple of {block.weights}, not {shape[-1]}"
         )
     return _TensorInfo(name, shape, encoding, offset, math.prod(shape) // block.weights * block.nbytes)
+
+
+def _type_name(kind: int) -> str:
+    try:
+        return str(GGMLQuantizationType(kind).name)
+    except ValueError:
+        return f"type {kind}"
 
 
 def _tensors(data: mmap.mmap, infos: list[_TensorInfo], start: int, alignment: int) -> dict[str, HostTensor]:
@@ -224,17 +212,17 @@ class _Cursor:
         return out
 
     def value(self, key: str, kind: int) -> Value:
-        if kind == _STRING:
+        if kind == Kind.STRING:
             return self.string()
-        if kind == _ARRAY:
+        if kind == Kind.ARRAY:
             return self.array(key)
         return self.numbers(key, kind, 1)[0].item()  # type: ignore[no-any-return]
 
     def array(self, key: str) -> Value:
         kind, count = self.u32(), self.u64()
-        if kind == _STRING:
+        if kind == Kind.STRING:
             return self.strings(count)
-        if kind == _ARRAY:
+        if kind == Kind.ARRAY:
             raise CheckpointError(f"the metadata key {key!r} holds arrays in an array, which no known file has")
         return self.numbers(key, kind, count)
 
