@@ -25,8 +25,8 @@ class Admission:
     """A call as far as it is known: everything when it asks for a reservation, less when it is refused before.
 
     prompt_tokens: over all prompts. max_tokens, asked_max_tokens (None: nothing was asked): of one choice; choices: n
-    times the number of prompts. prompts: their token ids, for the repeat detector. degraded: what was
-    done to it under load, "" for nothing. started: time.monotonic() of its arrival, for the row's total_ms.
+    times the number of prompts. prompts: their token ids, for the repeat detector. degraded: what was done to it under
+    load, "" for nothing. started: time.monotonic() of its arrival, for the row's total_ms.
     """
 
     id: str
