@@ -85,7 +85,7 @@ async def serve(
         if reread is not None:
             reloading = asyncio.create_task(reload_on(hangup, services, reread))
             cleanup.callback(reloading.cancel)
-        # What stands now stays. A full collection would look at all of it again, 55 ms in which no stream gets a token.
+        # What stands now stays. A full collection would look at all of it again, and no stream get a token meanwhile.
         gc.freeze()
         say_ready(config, address_of(sock), say)
         await stop.wait()
