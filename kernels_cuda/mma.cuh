@@ -12,8 +12,8 @@ __device__ __forceinline__ void cp_async_16(void* shared, const void* global) {
   // The copy may land at any time from here on; it's done here when waited for.
   for (const auto& copy : simt::self->copies)
     if (copy.dst == shared) simt::die("two copies under way to one address");
-  simt::access(shared, 16, simt::kWrite);
-  memset(shared, 0xFF, 16);
+  simt::access(global, 16, simt::kRead);
+  simt::access(shared, 16, simt::kCopy);
   simt::self->copies.push_back({shared, global, simt::self->copy_group});
 #else
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((u32)__cvta_generic_to_shared(shared)), "l"(global));

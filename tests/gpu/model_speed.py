@@ -45,7 +45,11 @@ def build(target: Target, preset: str, batch: int, chunk: int, context: int) -> 
     model = load(PaperCheckpoint(PRESETS[preset], Encoding.BF16), backend, context + 64)
     blocks = batch * -(-(context + 64) // backend.block_size)
     limits = StepLimits(max(batch, chunk), batch, batch, context + 64, blocks)
-    return backend.build(model.forward, model.spec, limits)
+    running = backend.build(model.forward, model.spec, limits)
+    for cache in running._caches:
+        cache.fill(0x3F80)  # 1 as a bfloat16: decoding reads what no prompt has written
+    target.cp.cuda.Device().synchronize()
+    return running
 
 
 def prompts(batch: int, each: int) -> Batch:

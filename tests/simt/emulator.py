@@ -28,15 +28,19 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from tests.simt import device_memory
+
 INCLUDE = Path(__file__).parent / "include"
 CXX = os.environ.get("MINSERVE_SIMT_CXX", "g++")
 CXXFLAGS = (
-    *("-std=c++17", "-O1", "-g1", "-gdwarf-4", "-march=native", "-fPIC", "-fno-strict-aliasing", "-w"),
+    *("-std=c++17", "-O1", "-g1", "-gdwarf-4", "-march=native", "-fPIC", "-fno-strict-aliasing"),
+    # A thread's own variables: reading one before it's written doesn't compile; where g++ can't tell, it's poisoned.
+    *("-Werror=uninitialized", "-Werror=maybe-uninitialized", "-ftrivial-auto-var-init=pattern"),
     "-ffp-contract=off",  # the same numbers on machines with and without fused multiply-add
     "-fstack-clash-protection",  # a stack overflow meets the guard page
     # Misaligned vector accesses and indices outside fixed-size arrays trap.
     *("-fsanitize=alignment,bounds,integer-divide-by-zero", "-fsanitize-undefined-trap-on-error"),
-    # Loads and stores call the race detector in simt_shared.h.
+    # Loads and stores call what checks them in simt_shared.h.
     *("-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0"),
 )
 ORDERS = {"forward": 0, "reverse": 1, "shuffle": 2}
@@ -182,6 +186,7 @@ class SimRawModule:
         self.path = compile_library(code, options, self.names)
         self.library = ctypes.CDLL(str(self.path))
         self.library.simt_signature.restype = ctypes.c_char_p
+        self.library.simt_device(ctypes.c_void_p(device_memory.space()), ctypes.c_size_t(device_memory.SPAN))
 
     def get_function(self, name: str) -> Any:
         if name not in self.names:
@@ -190,7 +195,12 @@ class SimRawModule:
 
 
 class SimKernel:
-    """One kernel: called as kernel(grid, block, args, shared_mem=0)."""
+    """One kernel: called as kernel(grid, block, args, shared_mem=0).
+
+    copying: names of kernels that move memory as it is, whether anybody has written it or not.
+    """
+
+    copying: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, module: SimRawModule, name: str) -> None:
         self.module, self.name, self.index = module, name, module.names.index(name)
@@ -213,8 +223,9 @@ class SimKernel:
         def launch() -> None:
             pointers = (ctypes.c_void_p * len(boxes))(*[ctypes.addressof(box) for box in boxes])
             error = ctypes.create_string_buffer(1024)
-            order, size = ORDERS[self.module.order], ctypes.c_size_t(shared_mem)
-            if self.module.library.simt_launch(self.index, dims, size, pointers, order, self.module.seed, error):
+            how = ORDERS[self.module.order], self.module.seed, self.name in self.copying
+            size = ctypes.c_size_t(shared_mem)
+            if self.module.library.simt_launch(self.index, dims, size, pointers, *map(int, how), error):
                 raise KernelError(f"{self.name}: {self._locate(error.value.decode())}")
 
         return launch

@@ -14,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from minserve.backend.tensor import bfloat16_to_float32, float32_to_bfloat16
+from tests.simt import device_memory
+from tests.simt.emulator import KernelError
 from tests.simt.fakecupy import memory_at
 from tests.simt.fakestream import Stream, submit_kernel
 
@@ -79,14 +81,20 @@ class FakeBlas:
         self._seen.add(choice)
         self.products += 1
 
+        operands = (a, a_type, lda, *shape_a), (b, b_type, ldb, *shape_b), (c, c_type, ldc, m, n)
+        places = [(address.value or 0, _nbytes(*layout)) for address, *layout in operands]
+
         def work() -> None:
+            if not all(device_memory.written(*place).all() for place in places[:2]):
+                raise KernelError("cublasGemmEx reads device memory that nobody has written")
             left, right = _columns(a, a_type, lda, *shape_a), _columns(b, b_type, ldb, *shape_b)
             product = (left.T if transpose_a else left) @ (right.T if transpose_b else right)
             target = _view(c, c_type, ldc, m, n)
             target[:] = float32_to_bfloat16(product) if c_type == 14 else product.astype(target.dtype)
+            noted = device_memory.written(*places[2])
+            for column in range(n):
+                noted[column * ldc * target.itemsize :][: m * target.itemsize] = 1
 
-        operands = (a, a_type, lda, *shape_a), (b, b_type, ldb, *shape_b), (c, c_type, ldc, m, n)
-        places = [(address.value or 0, _nbytes(*layout)) for address, *layout in operands]
         submit_kernel(work, self._stream, [memory_at(*place) for place in (*places, self._workspace)])
         return SUCCESS
 

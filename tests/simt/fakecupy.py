@@ -7,15 +7,14 @@ Owns the memory and the strictness; fakestream.py owns the timing. It is stricte
 * between begin_capture and end_capture kernels that have run before are recorded and not run, and everything else is an
   error, allocation too; launch() replays them on the same addresses, and fails if an array they use has been freed
   meanwhile;
-* arrays start as 0xFF bytes (NaN, -1) and end at an inaccessible page; there are `TOTAL_MEMORY` bytes of them.
+* what nobody has written kernels can't read, and the host gets as 0xFF bytes (NaN, -1);
+* arrays end at an inaccessible page; there are `TOTAL_MEMORY` bytes of them.
 
 What is missing here is not in the subset: take, argmax, concatenate, ufuncs would each compile a kernel at first use.
 """
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import types
 import weakref
 from collections.abc import Sequence
@@ -24,11 +23,11 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from tests.simt import device_memory
 from tests.simt.emulator import KernelError, SimKernel, SimRawModule
 from tests.simt.fakestream import Event, Graph, Stream, current, nobody_captures, submit, submit_kernel
 
 TOTAL_MEMORY = 4 << 30
-_PAGE = mmap.PAGESIZE
 
 
 class OutOfMemoryError(MemoryError):
@@ -46,20 +45,15 @@ class _Memory:
         nobody_captures("allocating memory")
         if _Memory.used + nbytes > TOTAL_MEMORY:
             raise OutOfMemoryError(f"Out of memory allocating {nbytes} bytes (allocated so far: {_Memory.used} bytes)")
-        room = -(-max(nbytes, 1) // 16) * 16
-        pages = -(-room // _PAGE) * _PAGE
-        pool = mmap.mmap(-1, pages + _PAGE)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(pool))
-        ctypes.CDLL(None).mprotect(ctypes.c_void_p(address + pages), ctypes.c_size_t(_PAGE), 0)
-        whole = np.frombuffer(pool, np.uint8, room, pages - room)
-        whole[:] = 0xFF  # what rounding adds too: a read past the end shows
-        self.data = whole[:nbytes]
+        address = device_memory.allocate(nbytes)
+        self.data = device_memory.view(address, nbytes)
         _Memory.used += nbytes
-        _Memory._live[self.data.ctypes.data] = self
-        weakref.finalize(self, _Memory._freed, nbytes)
+        _Memory._live[address] = self
+        weakref.finalize(self, _Memory._free, address, nbytes)
 
     @staticmethod
-    def _freed(nbytes: int) -> None:
+    def _free(address: int, nbytes: int) -> None:
+        device_memory.free(address, nbytes)
         _Memory.used -= nbytes
 
 
@@ -93,6 +87,12 @@ class ndarray:
     flags = property(lambda self: self._host.flags)
     data = property(lambda self: types.SimpleNamespace(ptr=self._host.ctypes.data))
 
+    @property
+    def _written(self) -> npt.NDArray[np.uint8]:
+        """For each byte whether it has been written, [*shape, itemsize]."""
+        flags = device_memory.written(self._host.ctypes.data, 1)
+        return np.lib.stride_tricks.as_strided(flags, (*self.shape, self.itemsize), (*self._host.strides, 1))
+
     def __len__(self) -> int:
         return len(self._host)
 
@@ -116,15 +116,17 @@ class ndarray:
         return self._view(view if isinstance(view, np.ndarray) else self._host[index, ...])
 
     def fill(self, value: float) -> None:
-        target = self._host
-        submit(lambda: target.fill(value), None, (self,), "fill")
+        submit(lambda: self._write(value), None, (self,), "fill")
+
+    def _write(self, values: Any) -> None:
+        self._host[...] = values
+        self._written.fill(1)
 
     def set(self, arr: npt.NDArray[Any], stream: Stream | None = None) -> None:
         """From host memory, asynchronously as from pinned memory: `arr` must not change until the copy has run."""
         if not isinstance(arr, np.ndarray) or arr.dtype != self.dtype or arr.shape != self.shape:
             raise TypeError(f"set() needs a NumPy array {self.dtype}{self.shape}")
-        target = self._host
-        submit(lambda: np.copyto(target, arr), stream, (self,), "set")
+        submit(lambda: self._write(arr), stream, (self,), "set")
 
     def get(
         self, stream: Stream | None = None, *, out: npt.NDArray[Any] | None = None, blocking: bool = True
@@ -133,8 +135,12 @@ class ndarray:
         result = np.empty(self.shape, self.dtype) if out is None else out
         if result.shape != self.shape or result.dtype != self.dtype:
             raise TypeError(f"get() needs an output array {self.dtype}{self.shape}")
-        source = self._host
-        submit(lambda: np.copyto(result, source), stream, (self,), "get")
+
+        def read() -> None:
+            np.copyto(result, self._host)
+            result.reshape(-1).view(np.uint8)[self._written.reshape(-1) == 0] = 0xFF
+
+        submit(read, stream, (self,), "get")
         if blocking:
             (stream or current()).synchronize()
         return result
@@ -164,6 +170,7 @@ def asnumpy(a: ndarray) -> npt.NDArray[Any]:
 class _QueuedKernel(SimKernel):
     """Modules load lazily, at a kernel's first launch: one that has never run may not be captured."""
 
+    copying = frozenset({"copy_blocks"})  # whole blocks of the KV cache, of which the first slots have been written
     _loaded = False
 
     def __call__(self, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], *, shared_mem: int = 0) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from functools import cache
@@ -241,7 +242,7 @@ RACES = {
 
 @cache
 def racing_kernels() -> SimRawModule:
-    head = "(volatile float* p) {\n__shared__ float s[64];\nint i = threadIdx.x;\n"
+    head = "(volatile float* p) {\n__shared__ float s[64];\nint i = threadIdx.x;\ns[i] = 0;\n__syncthreads();\n"
     return SimRawModule(
         code="\n".join(f"__global__ void race_{i}{head}{body}\n}}" for i, (body, _) in enumerate(RACES.values()))
     )
@@ -257,35 +258,71 @@ def test_races_on_shared_memory_are_found_in_every_order(case: str, order: str) 
         function((1,), (64,), arguments)
 
 
-POISONED = {
-    "a shared variable that nobody wrote": "__shared__ float s[128];",
-    "a copy read before its wait": """__shared__ __align__(16) float s[128];
-        cp_async_16(s + 4 * threadIdx.x, p + 4 * threadIdx.x);
-        cp_async_commit();""",
+UNWRITTEN = {
+    "shared memory": ("p[i] = s[i];", "shared memory that nobody has written"),
+    "dynamic shared memory": ("p[i] = dynamic[i];", "shared memory that nobody has written"),
+    "a number with a byte missing": (
+        "char* b = (char*)&s[i]; b[0] = b[1] = b[3] = 0; p[i] = s[i];",
+        "shared memory that nobody has written",
+    ),
+    "what another block wrote": (
+        "if (blockIdx.x) s[i] = 1; else p[i] = s[i];",
+        "shared memory that nobody has written",
+    ),
+    "an atomic": ("atomicAdd(&s[i], 1.0f);", "shared memory that nobody has written"),
+    "a copy before its wait": ("cp_async_16(s + 4 * i, p + 4 * i); p[i] = s[4 * i];", "a copy is under way to"),
+    "another thread's copy before its wait": (
+        "if (i == 0) cp_async_16(s, p); __syncthreads(); if (i == 1) p[1] = s[0];",
+        "a copy is under way to",
+    ),
+    "device memory": ("p[i] = fresh[i];", "device memory that nobody has written"),
+    "device memory, for a copy": ("cp_async_16(s + 4 * i, fresh + 4 * i);", "device memory that nobody has written"),
+    "device memory, in an atomic": ("atomicAdd(fresh + i, 1.0f);", "device memory that nobody has written"),
 }
 
 
-class TestWhatItPoisons:
-    """Not refused, since a kernel may read what it then drops; but whoever uses it gets a wrong result."""
+@cache
+def reading_kernels() -> SimRawModule:
+    head = "(float* p, float* fresh) {{ __shared__ __align__(16) float s[128]; extern __shared__ float dynamic[];"
+    kernels = (
+        f'#line 1 "case_{n}.cu"\n__global__ void unwritten_{n}{head.format()} int i = threadIdx.x;\n{body}\n}}'
+        for n, (body, _) in enumerate(UNWRITTEN.values())
+    )
+    return SimRawModule(code="\n".join([flatten("mma.cuh"), *kernels]))
 
-    @staticmethod
-    def read_back(body: str) -> Any:
-        code = f"{flatten('mma.cuh')}\n__global__ void f(float* p) {{ {body} p[threadIdx.x] = s[4 * threadIdx.x]; }}"
+
+class TestMemoryThatNobodyWrote:
+    @pytest.mark.parametrize("case", UNWRITTEN)
+    def test_reading_it_is_an_error_that_names_kernel_line_and_thread(self, case: str, order: str) -> None:
+        n, message = list(UNWRITTEN).index(case), UNWRITTEN[case][1]
+        p, fresh = (make(128, np.float32) for make in (fakecupy.zeros, fakecupy.empty))
+        fakecupy.Device().synchronize()
+        function = SimKernel(reading_kernels(), f"unwritten_{n}")
+        with pytest.raises(KernelError, match=message) as caught:
+            function((2,), (32,), (p, fresh), shared_mem=512)
+        assert re.match(
+            rf"unwritten_{n}: block \(\d,0,0\) thread \(\d+,0,0\): .* in .*case_{n}\.cu:2", str(caught.value)
+        )
+
+    def test_a_copy_that_was_waited_for_may_be_read(self, order: str) -> None:
+        body = """__shared__ __align__(16) float s[128]; const int i = threadIdx.x;
+                  cp_async_16(s + 4 * i, p + 4 * i); cp_async_commit(); cp_async_wait<0>(); p[i] = s[4 * i];"""
         p = np.ones(128, np.float32)
+        code = f"{flatten('mma.cuh')}\n__global__ void f(float* p) {{ {body} }}"
         SimRawModule(code=code).get_function("f")((1,), (32,), (p,))
-        return p[:32]
+        assert (p == 1).all()
 
-    @pytest.mark.parametrize("case", POISONED)
-    def test_it_reads_as_nan(self, case: str, order: str) -> None:
-        result = self.read_back(POISONED[case])
-        if order == "reverse" and "nobody" in case:
-            assert (result == 0).all()  # for what NaN, or -1, would not change
-        else:
-            assert np.isnan(result).all()
+    def test_what_one_kernel_wrote_another_may_read(self, order: str) -> None:
+        write, read = "if (threadIdx.x < 3) p[threadIdx.x] = 1;", "p[threadIdx.x] += 1;"
+        array = fakecupy.empty(4, np.float32)
+        run(write, 32, array)
+        run(read, 3, array)
+        with pytest.raises(KernelError, match=r"thread \(3,0,0\): read of device memory that nobody has written"):
+            run(read, 4, array)
 
-    def test_a_copy_that_was_waited_for_reads_as_it_should(self, order: str) -> None:
-        body = POISONED["a copy read before its wait"] + "cp_async_wait<0>();"
-        assert (self.read_back(body) == 1).all()
+    def test_a_variable_of_a_thread_is_refused_by_the_compiler(self) -> None:
+        with pytest.raises(KernelError, match="uninitialized"):
+            run("float x; p[0] = x;", 1, np.zeros(1, np.float32))
 
 
 class TestSources:

@@ -12,6 +12,7 @@ import pytest
 
 from minserve.backend.base import BackendError
 from minserve.backend.cuda_backend.blas import Blas, Output
+from minserve.backend.cuda_backend.kernels import flatten
 from tests.simt import fakecupy as cp
 from tests.simt.emulator import KernelError
 from tests.simt.fakeblas import FakeBlas
@@ -50,13 +51,14 @@ class TestTiming:
         assert out[0] == 1
 
     def test_a_missing_event_is_seen(self) -> None:
-        array, other = cp.empty(1, np.int32), cp.cuda.Stream(non_blocking=True)
+        array, other = cp.asarray(np.array([4], np.int32)), cp.cuda.Stream(non_blocking=True)
+        cp.cuda.Stream.null.synchronize()
         with cp.cuda.Stream(non_blocking=True) as stream:
             array.fill(5)
             event = stream.record()
         assert not event.done
         with other:
-            assert array.get()[0] != 5
+            assert array.get()[0] == 4
             other.wait_event(event)
             assert array.get()[0] == 5
         assert event.done
@@ -68,8 +70,46 @@ class TestTiming:
         cp.Device().synchronize()
         assert array._host[0] == 5
 
-    def test_fresh_memory_is_not_zero(self) -> None:
-        assert (cp.empty(4, np.int32).get() == -1).all()
+
+class TestMemoryThatNobodyWrote:
+    def test_a_kernel_cannot_read_it_and_the_host_gets_nonsense(self) -> None:
+        array = cp.empty((3, 4), np.int32)
+        array[1, 1:].fill(5)
+        array[:, 0].set(np.arange(3, dtype=np.int32))
+        assert array.get().tolist() == [[0, -1, -1, -1], [1, 5, 5, 5], [2, -1, -1, -1]]
+        add_one(array[1])
+        assert array[1].get().tolist() == [2, 6, 6, 6]
+        add_one(array[2])
+        with pytest.raises(KernelError, match=r"thread \(1,0,0\): read of device memory that nobody has written"):
+            cp.Device().synchronize()
+
+    def test_freed_memory_is_as_if_nobody_wrote_it(self) -> None:
+        for _ in range(3):
+            array = cp.empty(1000, np.int32)
+            assert (array.get() == -1).all()
+            array.fill(1)
+
+    def test_a_copied_block_is_as_complete_as_its_source(self) -> None:
+        blocks, code = cp.empty((2, 8), np.float32), flatten("copy_blocks.cu")
+        blocks[0, :5].fill(3.0)
+        copy = cp.RawModule(code=code).get_function("copy_blocks")
+        arrays = np.array([blocks.data.ptr], np.uint64), np.array([32], np.int32), np.array([0, 1], np.int32)
+        copy((1, 1), (32,), tuple(cp.asarray(array) for array in arrays))
+        assert np.array_equal(blocks[1].get(), [3] * 5 + [np.nan] * 3, equal_nan=True)
+
+    @pytest.mark.parametrize("missing", ["x", "weight", None])
+    def test_a_product_reads_its_operands_and_writes_its_columns(self, missing: str | None) -> None:
+        blas = Blas(cp, FakeBlas())
+        x, weight = (
+            cp.empty(16, np.float16) if name == missing else cp.zeros(16, np.float16) for name in ("x", "weight")
+        )
+        out = cp.empty((2, 10), np.float32)
+        blas.linear(Output(out, "float", 10, 3), x, weight, 2, 2, 8, "half")
+        if missing:
+            with pytest.raises(KernelError, match="cublasGemmEx reads device memory that nobody has written"):
+                cp.Device().synchronize()
+        else:
+            assert np.array_equal(out[1].get(), [np.nan] * 3 + [0] * 2 + [np.nan] * 5, equal_nan=True)
 
 
 class TestGraphs:
@@ -151,7 +191,8 @@ class TestProducts:
     @pytest.mark.parametrize("freed", ["x", "weight", "out", "workspace"])
     def test_a_graph_notices_that_an_array_has_been_freed(self, freed: str) -> None:
         blas: Any = Blas(cp, FakeBlas())
-        arrays: dict[str, Any] = {name: cp.empty((16, 16), np.float16) for name in ("x", "weight", "out")}
+        arrays: dict[str, Any] = {name: cp.zeros((16, 16), np.float16) for name in ("x", "weight", "out")}
+        cp.cuda.Stream.null.synchronize()
         with cp.cuda.Stream(non_blocking=True) as stream:
             for captured in (False, True):
                 if captured:

@@ -83,8 +83,8 @@ class TestGraphs:
         monkeypatch.setattr(FakeBlas, "cublasGemmEx", counted)
         limits = StepLimits(max_tokens=40, max_requests=26, max_rows=26, max_model_len=48, num_blocks=78)
         replayed, eager = (program(f"dummy:llama-tiny:{encoding}", limits, graphs=on) for on in (True, False))
-        for requests in (26, 17, 9, 1):
-            batch = decode(*[r % 5 for r in range(requests)])
+        for context, requests in enumerate((26, 17, 9, 1)):
+            batch = decode(*[context] * requests)
             assert (replayed.logits(batch) == eager.logits(batch)).all()
         assert captured
 
@@ -198,9 +198,15 @@ class TestUploads:
             sizes.append(values.nbytes)
             original(array, values, stream)
 
-        small()
+        self.with_prompts(small())
         monkeypatch.setattr(fakecupy.ndarray, "set", counted)
         return sizes
+
+    @staticmethod
+    def with_prompts(built: CudaProgram) -> CudaProgram:
+        for request in range(2):
+            built.logits(prompt(4, request))
+        return built
 
     def busy(self, known: int, **sampling: Any) -> Batch:
         """A decode with everything that a step can have."""
@@ -221,7 +227,7 @@ class TestUploads:
     def test_a_reset_that_finds_no_room_goes_alone(self, uploads: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
         want = small().run(self.busy(600)).tokens
         monkeypatch.setattr("minserve.backend.cuda_backend.step.EXTRA_WORDS", 0)
-        cramped = program()
+        cramped = self.with_prompts(program())
         uploads.clear()
         assert cramped.run(self.busy(600)).tokens.tolist() == want.tolist()
         assert len(uploads) == 3

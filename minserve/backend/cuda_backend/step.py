@@ -168,7 +168,8 @@ class Staging:
         else:
             host["query_starts"][1:] = host["context_lens"][:] = longest
             host["positions"][:] = np.arange(longest)
-            host["block_tables"][: -(-longest // self._block_size)] = 0
+            host["block_tables"][: -(-longest // self._block_size)] = 0  # every key goes to block 0, and is read there
+            host["slots"][:] = np.arange(longest) % self._block_size
         self._device.set(self._host)
         return Step(shape, longest, longest == 1, device)
 

@@ -5,14 +5,14 @@
 // own, so __syncthreads() and warp collectives are plain context switches.
 // The program is single-threaded and therefore deterministic.
 //
-// Reported as errors: races on shared memory, barrier divergence (different call
-// sites, or a thread that exits while others wait), divergent or ill-masked warp
-// collectives, deadlock, faulting memory accesses (guard pages; traps from
-// -fsanitize=alignment,bounds).  Shared memory starts as 0xFF bytes, NaN as floats,
-// and the order in which fibers run can be changed.
+// Reported as errors: races on shared memory, reads of shared or device memory that
+// nobody has written, barrier divergence (different call sites, or a thread that exits
+// while others wait), divergent or ill-masked warp collectives, deadlock, faulting memory
+// accesses (guard pages; traps from -fsanitize=alignment,bounds).  The order in which
+// fibers run can be changed.
 //
 // Reading order: simt_fiber.h (threads), simt_schedule.h (barriers, collectives),
-// simt_shared.h (shared memory, races), simt_launch.h, simt_cuda.h (CUDA's names).
+// simt_shared.h (shared memory, what is checked at every access), simt_launch.h, simt_cuda.h (CUDA's names).
 #pragma once
 #include <cmath>
 #include <csignal>

@@ -38,14 +38,16 @@ struct Fiber {
   const char* what;                 // where it waits, for error messages
   int copy_group;
   std::vector<AsyncCopy> copies;    // cp.async not yet waited for
+  char copied[16];                  // whether the bytes that it read last have been written, see Block::copies
 };
 
 struct Block {
   dim3 grid, dim, idx;              // gridDim, blockDim, blockIdx
   unsigned threads, live, at_barrier, epoch;
   unsigned barriers;                // passed so far, all blocks: what lies between two counts is ordered
+  unsigned began;                   // how many when this block began
   int vote;
-  bool greedy;
+  bool greedy, copies;              // copies: the kernel moves memory as it is, initialised or not
   char *dynamic_shared, *static_shared;
   size_t static_used;
   Fiber fibers[kMaxThreads];

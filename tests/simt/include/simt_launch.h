@@ -27,7 +27,7 @@ SIMT_UNCHECKED inline void shuffle(unsigned short* order, unsigned n, unsigned s
 SIMT_UNCHECKED inline void run_block(int order, unsigned seed) {
   Block& b = block;
   unsigned n = b.threads;
-  b.live = n, b.at_barrier = 0, b.vote = 0, b.static_used = 0, b.greedy = order != 0, ++b.epoch, ++b.barriers;
+  b.live = n, b.at_barrier = 0, b.vote = 0, b.static_used = 0, b.greedy = order != 0, ++b.epoch, b.began = ++b.barriers;
   for (Warp& w : b.warps) w = Warp{};
   for (unsigned i = 0; i < n; ++i) {
     Fiber& f = b.fibers[i];
@@ -47,9 +47,10 @@ SIMT_UNCHECKED inline void run_block(int order, unsigned seed) {
   self = nullptr;
 }
 
-// order: 0 in turn, 1 by priority from the last thread, 2 by random priority.  Returns 0, or 1 with a message in `error`.
+// order: 0 in turn, 1 by priority from the last thread, 2 by random priority.  copies: see Block.  Returns 0, or 1 with a
+// message in `error`.
 inline int launch(void (*kernel)(void**), const unsigned* dims, size_t shared, void** args, int order,
-                  unsigned seed, char* error) {
+                  unsigned seed, bool copies, char* error) {
   Block& b = block;
   if (!stacks) {
     stacks = guarded(kStackBytes * kMaxThreads) - kStackBytes * kMaxThreads;
@@ -70,16 +71,13 @@ inline int launch(void (*kernel)(void**), const unsigned* dims, size_t shared, v
 
   b.grid = dim3(dims[0], dims[1], dims[2]), b.dim = dim3(dims[3], dims[4], dims[5]);
   b.threads = b.dim.x * b.dim.y * b.dim.z;
-  b.kernel = kernel, b.args = args;
+  b.kernel = kernel, b.args = args, b.copies = copies;
   b.dynamic_shared = dynamic_end - (shared + 15) / 16 * 16;
   error_text = error, failed = false;
   size_t blocks = size_t(b.grid.x) * b.grid.y * b.grid.z;
   for (size_t k = 0; k < blocks && !failed; ++k) {
     size_t i = order == 1 ? blocks - 1 - k : k;
     b.idx = dim3(i % b.grid.x, i / b.grid.x % b.grid.y, i / b.grid.x / b.grid.y);
-    const int fill = order == 1 ? 0 : 0xFF;     // what nobody has written is sometimes NaN or -1, sometimes 0
-    memset(b.dynamic_shared, fill, dynamic_end - b.dynamic_shared);
-    memset(b.static_shared, fill, k ? b.static_used : 48 << 10);
     run_block(order, seed);
   }
   self = nullptr;
@@ -120,8 +118,9 @@ struct Entry { const char* name; std::string signature; void (*thunk)(void**); }
 #define SIMT_MODULE(...)                                                                                     \
   static const simt::Entry simt_entries[] = {__VA_ARGS__};                                                   \
   extern "C" const char* simt_signature(unsigned i) { return simt_entries[i].signature.c_str(); }            \
+  extern "C" void simt_device(char* memory, size_t span) { simt::device = memory, simt::device_span = span; } \
   extern "C" int simt_launch(unsigned i, const unsigned* dims, size_t shared, void** args, int order,        \
-                             unsigned seed, char* error) {                                                   \
-    return simt::launch(simt_entries[i].thunk, dims, shared, args, order, seed, error);                      \
+                             unsigned seed, int copies, char* error) {                                       \
+    return simt::launch(simt_entries[i].thunk, dims, shared, args, order, seed, copies, error);              \
   }
 

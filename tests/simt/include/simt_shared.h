@@ -1,4 +1,4 @@
-// simt_shared.h — shared memory between guard pages, and a detector of races on it.
+// simt_shared.h — shared memory between guard pages; races on it, and reads of what nobody has written.
 #pragma once
 
 #define SIMT_DYNAMIC_SHARED(type, name) \
@@ -32,15 +32,20 @@ inline char* guarded(size_t bytes) {    // pages that end at an inaccessible one
   return p + bytes;
 }
 
-// ---- races on shared memory ------------------------------------------------
+// ---- every load and store ----------------------------------------------------
 // The kernel is compiled with -fsanitize=thread but linked without its runtime:
-// g++ calls the __tsan_ functions below at every load and store.  Two accesses to
-// a byte by different threads, one of them a write, must have a __syncthreads()
-// between them, or a __syncwarp() if the threads share a warp.  (Shuffles do not
-// order memory.)  This does not depend on the schedule.
-enum Use { kRead, kWrite, kAtomic };
+// g++ calls the __tsan_ functions below at every load and store.
+//
+// Races on shared memory: two accesses to a byte by different threads, one of them a
+// write, must have a __syncthreads() between them, or a __syncwarp() if the threads
+// share a warp.  (Shuffles do not order memory.)  This does not depend on the schedule.
+//
+// Uninitialised memory: a byte of shared memory must have been written in this block, by
+// a copy that has been waited for if by a copy, and a byte of an array on the device since
+// the array was allocated.
+enum Use { kRead, kWrite, kAtomic, kCopy };     // kCopy: a cp.async begins; it ends with a kWrite
 
-struct Access { unsigned barriers, syncs; uint16_t thread; void* pc; };
+struct Access { unsigned barriers, syncs; uint16_t thread; bool copy; void* pc; };
 struct Shadow { Access write, atomic, read, read_by_another_warp; };
 inline Shadow* shadow;              // for each byte: dynamic shared memory, then static
 
@@ -48,6 +53,23 @@ SIMT_UNCHECKED inline bool unordered(const Access& before) {
   Fiber& other = block.fibers[before.thread];
   return before.barriers == block.barriers && &other != self &&
          !(other.warp == self->warp && before.syncs != self->warp->syncs);
+}
+
+// fakecupy's arrays lie in a range of addresses.  The byte at the same place of the range
+// behind it is 1 once somebody has written there.
+inline char* device;
+inline size_t device_span;
+
+SIMT_UNCHECKED inline void device_access(const char* p, size_t size, Use use, void* pc) {
+  char* written = const_cast<char*>(p) + device_span;
+  if (block.copies && size <= sizeof self->copied) {    // what it moves is as written there as here
+    memcpy(use == kRead ? self->copied : written, use == kRead ? written : self->copied, size);
+    return;
+  }
+  for (size_t i = 0; i < size; ++i) {
+    if (use != kWrite && !written[i]) die("read of device memory that nobody has written, pc %p", pc);
+    if (use != kRead) written[i] = 1;
+  }
 }
 
 SIMT_UNCHECKED inline void access(const void* address, size_t size, Use use, void* pc) {
@@ -61,9 +83,10 @@ SIMT_UNCHECKED inline void access(const void* address, size_t size, Use use, voi
     if (p + size > block.static_shared + block.static_used) die("access past static shared memory, pc %p", pc);
     cell = shadow + kMaxShared + (p - block.static_shared);
   } else {
+    if (size_t(p - device) < device_span) device_access(p, size, use, pc);
     return;
   }
-  Access now{block.barriers, self->warp->syncs, uint16_t(self - block.fibers), pc};
+  Access now{block.barriers, self->warp->syncs, uint16_t(self - block.fibers), use == kCopy, pc};
   for (; size--; ++cell) {
     const char* what = nullptr;
     const Access* before = nullptr;
@@ -73,8 +96,12 @@ SIMT_UNCHECKED inline void access(const void* address, size_t size, Use use, voi
     if (use != kRead && unordered(cell->read_by_another_warp)) before = &cell->read_by_another_warp, what = "read";
     if (before)
       die("race on shared memory: %s, pc %p; earlier %s by thread %u, pc %p",
-          use == kRead ? "read" : use == kWrite ? "write" : "atomic", pc, what, before->thread, before->pc);
-    if (use == kWrite) cell->write = now;
+          use == kRead ? "read" : use == kAtomic ? "atomic" : "write", pc, what, before->thread, before->pc);
+    if (use == kRead || use == kAtomic) {
+      if (cell->write.barriers < block.began) die("read of shared memory that nobody has written, pc %p", pc);
+      if (cell->write.copy) die("read of shared memory that a copy is under way to, pc %p", pc);
+    }
+    if (use == kWrite || use == kCopy) cell->write = now;
     else if (use == kAtomic) cell->atomic = now;
     else {
       if (block.fibers[cell->read.thread].warp != self->warp) cell->read_by_another_warp = cell->read;
