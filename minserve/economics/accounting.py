@@ -166,7 +166,7 @@ class Accounting:
         completion = admission.max_tokens * admission.choices
         cost = self.prices.cost(admission.prompt_tokens, 0, completion)
         self._check_price(identity.account, cost)
-        amount = Amount(1, admission.prompt_tokens + completion, cost)
+        amount = Amount(1, admission.prompt_tokens + completion, cost, held=cost)
         try:
             ticket = self.limiter.take(self.payers.of(identity, now), amount, now)
         except RequestError as error:
@@ -174,7 +174,6 @@ class Accounting:
                 self.budget.exhausted(now)
             raise
         self._runs.began(identity.key, identity.run, now)
-        self.budget.reserved += cost
         row = admission.row(self._number(), now)
         row.reserved = cost
         self._open[row.seq] = identity, ticket
@@ -219,7 +218,6 @@ class Accounting:
 
     def release(self, row: Row, ticket: Ticket, actual: Amount) -> None:
         self.limiter.correct(ticket, actual)
-        self.budget.reserved -= row.reserved
         del self._open[row.seq]
 
     def refuse(self, admission: Admission, error: RequestError) -> None:
@@ -271,12 +269,14 @@ class Accounting:
         counted there. What a run has declared stays declared."""
         if not self.limiter.knows(scope):
             return False
+        now = self.clock()
         self.limiter.forget(scope)
         if scope.kind == "run":
             key, run = scope.name
-            self._runs.began(key, run, self.clock())
+            self._runs.began(key, run, now)
         if self.ledger is not None:
-            self.ledger.execute(*reset_statement(scope, self.clock()))
+            self.ledger.execute(*reset_statement(scope, now))
+        self.budget.check(now)
         return True
 
     def _check_price(self, account: AccountConfig, cost: int) -> None:

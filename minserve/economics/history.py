@@ -40,13 +40,11 @@ def usage(
     """
     columns = SCOPE_COLUMNS[kind]
     bucket = "0" if period.grain is None else f"CAST(time / {period.grain!r} AS INTEGER)"
-    resets = {
-        tuple(json.loads(name)): time
-        for name, time in database.execute("SELECT name, MAX(time) FROM resets WHERE kind = ? GROUP BY name", (kind,))
-    }
+    forgiven = resets(database, kind)
     since = period.since(now) if since is None else since
-    for name, time in ((None, since), *resets.items()):
-        where, values = ["time BETWEEN ? AND ?"], [since, now + BELIEVABLE_S]
+    for name, time in ((None, since), *forgiven.items()):
+        where = ["time BETWEEN ? AND ?"]
+        values: list[float | str] = [since, now + BELIEVABLE_S]
         if name is not None:
             where += ["time > ?", *(f"{column} = ?" for column in columns)]
             values += [time, *name]
@@ -59,10 +57,16 @@ def usage(
             values,
         )
         for *found, at, requests, tokens, cost in rows:
-            if name is None and tuple(found) in resets:
+            if name is None and tuple(found) in forgiven:
                 continue
             number = period.bucket(now) if period.grain is None else at
             yield Scope(kind, tuple(found)), number, Amount(requests, tokens, cost)
+
+
+def resets(database: sqlite3.Connection, kind: str) -> dict[tuple[str, ...], float]:
+    """The scopes of a kind that were set to zero, and until when calls no longer count against them. Unix seconds."""
+    last = database.execute("SELECT name, MAX(time) FROM resets WHERE kind = ? GROUP BY name", (kind,))
+    return {tuple(json.loads(name)): time for name, time in last}
 
 
 def reset_statement(scope: Scope, now: float) -> tuple[str, tuple[float, str, str]]:

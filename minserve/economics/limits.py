@@ -57,7 +57,7 @@ class Limit:
 
     def surplus(self, used: Amount) -> Amount:
         """How far `used` is above the caps; 0 where it is within them."""
-        over = (0 if cap is None else max(0, u - cap) for u, (_, cap) in zip(used, self.caps, strict=True))
+        over = (0 if cap is None else max(0, u - cap) for u, (_, cap) in zip(used, self.caps, strict=False))
         return Amount(*over)
 
 
@@ -74,9 +74,10 @@ Places = tuple[tuple[Counter, int], ...]  # counters and the bucket in each
 
 @dataclass(slots=True)
 class Ticket:
-    """What was counted for one call, and where: a correction goes to the window of the reservation."""
+    """What was counted for one call, when and where: a correction goes to the window of the reservation."""
 
     amount: Amount
+    time: float
     places: Places
 
 
@@ -89,16 +90,22 @@ class Limiter:
 
     def take(self, payers: Sequence[Payer], amount: Amount, now: float) -> Ticket:
         """Count `amount` against every window of every payer, or RequestError 429 and nothing is counted."""
-        counters = [(p.scope, limit, self.counter(p.scope, limit.period)) for p in payers for limit in p.limits]
-        for scope, limit, counter in counters:
+        self._sweep(now)
+        counted = self._counted(payers)
+        for scope, limit, counter in counted:
             counter.advance(now)
             if not limit.allows(counter.total, amount):
                 surplus = limit.surplus(counter.total.plus(amount))
                 raise refusal(scope, limit, amount, surplus, counter.wait(now, surplus))
-        self._sweep(now)
         self._until.update((payer.scope, payer.until) for payer in payers if payer.until is not None)
-        distinct = {id(counter): counter for _, _, counter in counters}
-        return Ticket(amount, tuple((counter, counter.add(now, amount)) for counter in distinct.values()))
+        return Ticket(amount, now, _add(counted, amount, now))
+
+    def place(self, ticket: Ticket, payers: Sequence[Payer]) -> Places:
+        """Count what another limiter gave a ticket for, at its own time, over a cap or not; where."""
+        return _add(self._counted(payers), ticket.amount, ticket.time)
+
+    def _counted(self, payers: Sequence[Payer]) -> list[tuple[Scope, Limit, Counter]]:
+        return [(p.scope, limit, self.counter(p.scope, limit.period)) for p in payers for limit in p.limits]
 
     def correct(self, ticket: Ticket, actual: Amount) -> None:
         """Replace what the ticket reserved by what really happened."""
@@ -158,6 +165,12 @@ class Limiter:
             if self._until.get(scope, now + 1) <= now or not any(counter.buckets for counter in counters.values()):
                 self.forget(scope)
         self._sweep_at = max(1024, 2 * len(self._counters))
+
+
+def _add(counted: Iterable[tuple[Scope, Limit, Counter]], amount: Amount, time: float) -> Places:
+    """Once in each counter, though several limits may look at one."""
+    distinct = {id(counter): counter for _, _, counter in counted}
+    return tuple((counter, counter.add(time, amount)) for counter in distinct.values())
 
 
 def refusal(scope: Scope, limit: Limit, amount: Amount, surplus: Amount, wait: float | None) -> RequestError:

@@ -58,7 +58,7 @@ class Payers:
 
     @property
     def counted(self) -> set[tuple[str, str, Period]]:
-        """Every (kind, name, period) in which calls are counted; end users by their key."""
+        """Every (kind, name, period) in which calls are counted; end users and runs by their key."""
         tables = {"key": self._keys, "user": self._users, "end_user": self._end_users}
         found = {
             (kind, name, limit.period)
@@ -66,13 +66,15 @@ class Payers:
             for name, limits in table.items()
             for limit in limits
         }
+        found |= {("run", name, LIFE) for name in self._run_capped}
         return found | ({("server", "", self.server.period)} if self.server else set())
 
     def periods(self) -> dict[str, set[Period]]:
-        """Which periods each kind of scope is counted in."""
+        """Which periods each kind of scope is counted in; of runs there is only their life."""
         found: dict[str, set[Period]] = {"key": set(), "user": set(), "end_user": set(), "server": set()}
         for kind, _, period in self.counted:
-            found[kind].add(period)
+            if period != LIFE:
+                found[kind].add(period)
         return found
 
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 from minserve.config import Config
 from minserve.economics.device import priced
-from minserve.economics.keys import Identity, Keyring
-from minserve.economics.limits import Limiter, Places, Ticket
+from minserve.economics.history import SCOPE_COLUMNS, resets
+from minserve.economics.keys import Keyring
+from minserve.economics.limits import Limiter, Scope
 from minserve.economics.loops import Runs
 from minserve.economics.payers import Payers
 from minserve.economics.prices import Prices
@@ -60,22 +61,15 @@ def _recount(books: Accounting, config: Config) -> Payers:
     drift = PromptDrift(books.alerts, ratio=config.alerts.drift_ratio, least=config.alerts.drift_min_requests)
     with reading(books.ledger.path) as database:
         restore(database, limiter, payers, runs, drift, now, config.loops.run_idle_s)
+        forgiven = {Scope(kind, name): at for kind in SCOPE_COLUMNS for name, at in resets(database, kind).items()}
     runs.take_over(books._runs)
-    moved = [(ticket, _places(limiter, payers, identity, ticket, now)) for identity, ticket in books._open.values()]
+    moved = []
+    for identity, ticket in books._open.values():
+        caller = replace(identity, run_calls=None, run_cost=None)  # what it declared is known by now
+        paying = [payer for payer in payers.of(caller, now) if ticket.time > forgiven.get(payer.scope, 0.0)]
+        moved.append((ticket, limiter.place(ticket, paying)))
     for ticket, places in moved:  # nothing fails from here on
         ticket.places = places
     books.limiter = books.budget.limiter = limiter
     books._runs, books._drift = runs, drift
     return payers
-
-
-def _places(limiter: Limiter, payers: Payers, identity: Identity, ticket: Ticket, now: float) -> Places:
-    """A running call's reservation in new counters. Over a cap or not: it runs. What it declared is known by now."""
-    identity = replace(identity, run_calls=None, run_cost=None)
-    counters = {
-        id(counter): counter
-        for payer in payers.of(identity, now)
-        for limit in payer.limits
-        for counter in [limiter.counter(payer.scope, limit.period)]
-    }
-    return tuple((counter, counter.add(now, ticket.amount)) for counter in counters.values())

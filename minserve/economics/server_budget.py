@@ -1,6 +1,6 @@
 """The server's own spending limit: how much of it is spent, when there is room again, and the alerts on the way.
 
-Owns what running calls hold in reserve, which counts against the limit but is not spent yet. It must not refuse
+Owns what is watched: what running calls hold counts against the limit, but it is not spent yet. It must not refuse
 anything: the limit is one more scope of the limiter.
 """
 
@@ -18,7 +18,6 @@ class ServerBudget:
 
     def __init__(self, limiter: Limiter, alerts: Alerts) -> None:
         self.limiter = limiter
-        self.reserved = 0  # of calls that run
         self._alerts = alerts
         self._limit: Limit | None = None
         self._watch: SpendAlerts | None = None
@@ -59,4 +58,5 @@ class ServerBudget:
     def _spent(self, now: float) -> int:
         """Settled money of the window: what is counted less what is only reserved."""
         assert self._limit is not None
-        return max(0, self.limiter.used(SERVER, self._limit.period, now).cost - self.reserved)
+        used = self.limiter.used(SERVER, self._limit.period, now)
+        return used.cost - used.held

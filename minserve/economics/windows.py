@@ -20,17 +20,19 @@ _PARTS = 60
 
 
 class Amount(NamedTuple):
-    """Calls, tokens, and money in billionths of the currency (integers: sums are exact)."""
+    """Calls, tokens, and money in billionths of the currency (integers: sums are exact). held: the part of the money
+    that is only reserved."""
 
     requests: int = 0
     tokens: int = 0
     cost: int = 0
+    held: int = 0
 
     def plus(self, other: Amount) -> Amount:
-        return Amount(self[0] + other[0], self[1] + other[1], self[2] + other[2])
+        return Amount(self[0] + other[0], self[1] + other[1], self[2] + other[2], self[3] + other[3])
 
     def minus(self, other: Amount) -> Amount:
-        return Amount(self[0] - other[0], self[1] - other[1], self[2] - other[2])
+        return Amount(self[0] - other[0], self[1] - other[1], self[2] - other[2], self[3] - other[3])
 
 
 ZERO = Amount()
@@ -117,11 +119,14 @@ class Counter:
         return bucket
 
     def restore(self, bucket: int, amount: Amount) -> None:
-        """Count `amount` in a bucket, the last one or a later one."""
+        """Count `amount` in a bucket."""
         known = self.buckets.get(bucket)
         if known is None:
             self._until = min(self._until, self.period.leaves(bucket) or float("inf"))
+            late = self.buckets and bucket < next(reversed(self.buckets))
             self.buckets[bucket] = amount
+            if late:
+                self.buckets = dict(sorted(self.buckets.items()))
         else:
             self.buckets[bucket] = known.plus(amount)
         self.total = self.total.plus(amount)

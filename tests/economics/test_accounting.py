@@ -522,6 +522,31 @@ async def test_the_servers_limit_refuses_and_alerts_once_per_threshold(tmp_path:
     assert len(alerts) == 3
 
 
+async def test_alerts_begin_anew_with_a_reset_whatever_runs_meanwhile(tmp_path: Path) -> None:
+    shares: list[object] = []
+
+    async def send(alert: dict[str, Any]) -> None:
+        shares.append(alert["values"]["threshold"])
+
+    config = Config(prices=PRICES, spend=SpendConfig(limit=110e-6))
+    accounting = Accounting.open(config, tmp_path, send_alert=send)
+    running = [await accounting.reserve(call(accounting)) for _ in range(4)]  # 25 millionths each
+    await refused(accounting, call(accounting))
+    assert accounting.reset(Scope("server"))
+    for _ in range(5):  # 11 each
+        (await accounting.reserve(call(accounting))).settle(DONE)
+    assert accounting.spent_share == 0.5
+    for reservation in running:  # forgiven
+        reservation.settle(DONE)
+    assert accounting.spent_share == 0.5
+    assert accounting.reset(Scope("server"))
+    for _ in range(4):
+        await accounting.reserve(call(accounting))
+    await refused(accounting, call(accounting))
+    await accounting.close()
+    assert shares == [1.0, 0.5, 1.0]
+
+
 async def test_a_page_token_has_its_own_cap_that_survives_a_restart(tmp_path: Path) -> None:
     config = Config(keys={"web": keyed()})
     accounting = Accounting.open(config, tmp_path)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from minserve.config import AccountConfig, Config, LimitConfig
 from minserve.economics.accounting import Accounting
+from minserve.economics.windows import Amount
 
 # Keeps 32 calls open, settles at random, tells what its clients saw; the parent kills it somewhere in the middle.
 _SERVER = """
@@ -84,7 +85,7 @@ def test_kill_9_during_32_running_calls_loses_and_doubles_nothing(tmp_path: Path
         elif call_id in told["finished"] and finish == "stop":
             assert cost == told["finished"][call_id]["cost"]
     (total,) = [total for _, period, total in accounting.limiter if period.span == "hour"]
-    assert total == (len(rows), sum(row[4] for row in rows), sum(row[3] for row in rows))
+    assert total == Amount(len(rows), sum(row[4] for row in rows), sum(row[3] for row in rows))
     ledger.database.close()
     for lock in accounting.locks:
         lock.release()

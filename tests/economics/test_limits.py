@@ -93,3 +93,11 @@ def test_a_refusal_names_the_cap_but_nobody_else() -> None:
         "The server's spending limit allows a cost of 0.000000005 per day, and that is used up. "
         "There is room again in 24h0m0s."
     )
+
+
+def test_the_call_at_which_empty_counters_are_dropped_is_counted_itself() -> None:
+    limiter = Limiter()
+    for i in range(3000):
+        new = payer("end_user", "k", f"u{i}", limit=Limit(MINUTE, requests=1))
+        limiter.take([new], Amount(1), i * 60.0)
+        assert limiter.used(new.scope, MINUTE, i * 60.0) == Amount(1)

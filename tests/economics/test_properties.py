@@ -1,4 +1,4 @@
-"""Random calls, settlements, crashes and clock jumps: never over a cap, nothing leaks, all sums agree.
+"""Random calls, settlements, resets, reloads, crashes and clock jumps: never over a cap, nothing leaks, sums agree.
 
 The model is a plain list of what every call reserved or used, and when. After each action every counter is compared
 with what the list says, by the definition of the period.
@@ -47,32 +47,50 @@ CAPS = {
     "end_user": (LimitConfig(period="minute", rolling=True, requests=3), LimitConfig(period="day", money=0.4e-3)),
     "user": (LimitConfig(period="day", requests=25, money=1.5e-3),),
 }
-KEYS = {
-    name: KeyConfig(
-        sha256=digest(name).hex(),
-        user="alice" if name != "c" else "bob",
-        limits=CAPS["key"],
-        end_user_limits=CAPS["end_user"],
-        run=RunConfig(max_calls=7),
+SPEND = 3_000_000  # billionths
+MORE = {kind: (*caps, LimitConfig(period="month", requests=10**6)) for kind, caps in CAPS.items()}
+USERS = {"a": "alice", "b": "alice", "c": "bob"}
+
+
+def config_with(caps: dict[str, tuple[LimitConfig, ...]]) -> Config:
+    keys = {
+        name: KeyConfig(
+            sha256=digest(name).hex(),
+            user=user,
+            limits=caps["key"],
+            end_user_limits=caps["end_user"],
+            run=RunConfig(max_calls=7),
+        )
+        for name, user in USERS.items()
+    }
+    return Config(
+        keys=keys,
+        users={user: UserConfig(limits=caps["user"]) for user in USERS.values()},
+        local=AccountConfig(),
+        prices=PricesConfig(prefill=2.0, cached=1.0, decode=4.0),
+        spend=SpendConfig(limit=SPEND * 1e-9, period="hour", rolling=True),
     )
-    for name in "abc"
-}
-CONFIG = Config(
-    keys=KEYS,
-    users={user: UserConfig(limits=CAPS["user"]) for user in ("alice", "bob")},
-    local=AccountConfig(),
-    prices=PricesConfig(prefill=2.0, cached=1.0, decode=4.0),
-    spend=SpendConfig(limit=3e-3, period="hour", rolling=True),
-)
+
+
+def limits_with(caps: dict[str, tuple[LimitConfig, ...]]) -> dict[str, list[Limit]]:
+    own = {kind: [Limit.of(config) for config in configs] for kind, configs in caps.items()}
+    return own | {
+        "server": [Limit(Period("hour", rolling=True), cost=SPEND)],
+        "run": [Limit(Period("ever"), requests=7)],
+    }
+
+
+CONFIGS = [config_with(caps) for caps in (CAPS, MORE)]
+LIMITS = [limits_with(caps) for caps in (CAPS, MORE)]
 
 
 @dataclass
 class Entry:
-    """What one call holds: its reservation, then what it used."""
+    """What one call holds: its reservation, then what it used. scopes: who it counts against, until they are reset."""
 
     row: Row
     amount: Amount
-    scopes: tuple[Scope, ...]
+    scopes: set[Scope]
     reservation: Reservation | None
 
     @property
@@ -85,7 +103,9 @@ class World:
     folder: Path
     wall: float = 1.8e9 + 3570.0
     monotonic: float = 0.0
+    caps: int = 0  # which of the two configurations
     entries: list[Entry] = field(default_factory=list)
+    scopes: set[Scope] = field(default_factory=set)
     refused: list[int] = field(default_factory=list)
     lost: int = 0  # settlements
     metrics: Metrics = field(default_factory=lambda: Metrics("m", lambda: Gauges({}, {}, 1, 1)))
@@ -93,40 +113,37 @@ class World:
     def open(self) -> Accounting:
         ledger = Ledger(self.folder / "ledger.db")
         clock = SteadyClock(lambda: self.wall, lambda: self.monotonic, floor=ledger.last_time)
-        return Accounting(CONFIG, ledger=ledger, clock=clock, on_row=self.metrics.row)
+        return Accounting(CONFIGS[self.caps], ledger=ledger, clock=clock, on_row=self.metrics.row)
+
+    def wait(self, seconds: float) -> None:
+        self.wall += seconds
+        self.monotonic += seconds
+
+    def holds(self, scope: Scope, period: Period, now: float) -> list[Entry]:
+        return [e for e in self.entries if scope in e.scopes and period.bucket(e.row.time) >= period.oldest(now)]
 
 
-def scopes_of(key: str, end_user: str, run: str) -> tuple[Scope, ...]:
-    found = [
-        Scope("server"),
-        Scope("key", (key,)),
-        Scope("user", (KEYS[key].user,)),
-        Scope("end_user", (key, end_user)),
-    ]
-    return (*found, Scope("run", (key, run))) if run else tuple(found)
+def scopes_of(key: str, end_user: str, run: str) -> set[Scope]:
+    found = {Scope("server"), Scope("key", (key,)), Scope("user", (USERS[key],)), Scope("end_user", (key, end_user))}
+    return found | {Scope("run", (key, run))} if run else found
 
 
-LIMITS: dict[str, list[Limit]] = {kind: [Limit.of(c) for c in configs] for kind, configs in CAPS.items()}
-LIMITS["server"] = [Limit(Period("hour", rolling=True), cost=3_000_000)]
-LIMITS["run"] = [Limit(Period("ever"), requests=7)]
-
-
-def check(accounting: Accounting, entries: list[Entry]) -> None:
-    """Every counter is exactly what the list says, and within its cap."""
+def check(accounting: Accounting, world: World) -> None:
+    """Every counter is exactly what the list says, and within its cap. What is spent is what was settled."""
     now = accounting.clock()
-    for scope in {scope for entry in entries for scope in entry.scopes}:
-        for limit in LIMITS[scope.kind]:
-            period = limit.period
+    for scope in world.scopes:
+        for limit in LIMITS[world.caps][scope.kind]:
             expected = ZERO
-            for entry in entries:
-                if scope in entry.scopes and period.bucket(entry.row.time) >= period.oldest(now):
-                    expected = expected.plus(entry.amount)
-            assert accounting.limiter.used(scope, period, now) == expected, (scope, period)
-            assert limit.surplus(expected) == ZERO, (scope, period)
+            for entry in world.holds(scope, limit.period, now):
+                expected = expected.plus(entry.amount)
+            assert accounting.limiter.used(scope, limit.period, now) == expected, (scope, limit.period)
+            assert limit.surplus(expected) == ZERO, (scope, limit.period)
+    settled = [e for e in world.holds(Scope("server"), Period("hour", rolling=True), now) if e.reservation is None]
+    assert accounting.spent_share == sum(entry.amount.cost for entry in settled) / SPEND
 
 
-async def reserve(accounting: Accounting, world: World, key: str, rng: random.Random) -> None:
-    end_user, run = rng.choice(["", "u1", "u2"]), rng.choice(["", "", "r1", "r2"])
+async def reserve(accounting: Accounting, world: World, rng: random.Random) -> None:
+    key, end_user, run = rng.choice("abc"), rng.choice(["", "u1", "u2"]), rng.choice(["", "", "r1", "r2"])
     caller = narrow(accounting.identify(f"Bearer {key}"), {"X-Run-ID": run} if run else {}, None, end_user)
     admission = Admission(
         id="r",
@@ -142,8 +159,9 @@ async def reserve(accounting: Accounting, world: World, key: str, rng: random.Ra
         world.refused.append(error.status)
         return
     entry = Entry(reservation.row, ZERO, scopes_of(key, end_user, run), reservation)
-    entry.amount = entry.reserved
+    entry.amount = entry.reserved._replace(held=reservation.row.reserved)
     world.entries.append(entry)
+    world.scopes |= entry.scopes
 
 
 def settle(entry: Entry, rng: random.Random) -> None:
@@ -165,6 +183,25 @@ def settle(entry: Entry, rng: random.Random) -> None:
     assert entry.amount.cost <= reservation.row.reserved
 
 
+def reset(accounting: Accounting, world: World, rng: random.Random) -> None:
+    """What runs is forgiven too. No call has the very time of the reset."""
+    if not world.scopes:
+        return
+    scope = rng.choice(sorted(world.scopes))
+    world.wait(0.01)
+    if accounting.reset(scope):
+        for entry in world.entries:
+            entry.scopes.discard(scope)
+    world.wait(0.01)
+
+
+async def reload(accounting: Accounting, world: World, rng: random.Random) -> None:
+    """Caps of a period more, or of one less, while calls come."""
+    world.caps = 1 - world.caps
+    coming = (reserve(accounting, world, rng) for _ in range(rng.randint(0, 3)))
+    await asyncio.gather(accounting.reconfigure(CONFIGS[world.caps]), *coming)
+
+
 async def crash(accounting: Accounting, world: World, rng: random.Random) -> Accounting:
     """The process dies. Settlements that the writer had not got yet are lost: then the reservation stands."""
     ledger = accounting.ledger
@@ -175,10 +212,9 @@ async def crash(accounting: Accounting, world: World, rng: random.Random) -> Acc
     await ledger.flush()
     ledger.database.close()
     for entry in world.entries:
-        entry.reservation = None  # open ones are settled as interrupted, at what they reserved
-        if entry.row.seq in lost:
-            entry.amount = entry.reserved
-            world.lost += 1
+        if entry.reservation is not None or entry.row.seq in lost:  # settled as interrupted, at what was reserved
+            entry.amount, entry.reservation = entry.reserved, None
+        world.lost += entry.row.seq in lost
     return world.open()
 
 
@@ -189,27 +225,27 @@ async def live(seed: int, steps: int, crashes: bool) -> World:
         accounting = world.open()
         for _ in range(steps):
             action = rng.random()
-            if action < 0.45:
-                await asyncio.gather(
-                    *(reserve(accounting, world, rng.choice("abc"), rng) for _ in range(rng.randint(1, 6)))
-                )
-            elif action < 0.75:
+            if action < 0.4:
+                await asyncio.gather(*(reserve(accounting, world, rng) for _ in range(rng.randint(1, 6))))
+            elif action < 0.65:
                 open_entries = [e for e in world.entries if e.reservation is not None]
                 for entry in rng.sample(open_entries, min(len(open_entries), 3)):
                     settle(entry, rng)
-            elif action < 0.9:
-                seconds = rng.choice([0.5, 7.0, 61.0, 900.0, 5000.0])
-                world.wall += seconds
-                world.monotonic += seconds
-            elif action < 0.95:
+            elif action < 0.8:
+                world.wait(rng.choice([0.5, 7.0, 61.0, 900.0, 5000.0]))
+            elif action < 0.85:
                 world.wall += rng.choice([-7200.0, -61.0, -1.0, 30.0, 3600.0])
+            elif action < 0.9:
+                reset(accounting, world, rng)
+            elif action < 0.95:
+                await reload(accounting, world, rng)
             elif crashes:
                 accounting = await crash(accounting, world, rng)
-            check(accounting, world.entries)
+            check(accounting, world)
         for entry in world.entries:
             if entry.reservation is not None:
                 settle(entry, rng)
-        check(accounting, world.entries)
+        check(accounting, world)
         await accounting.close()
         compare_sums(world, crashes)
         assert set(world.refused) <= {429}

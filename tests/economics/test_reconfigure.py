@@ -8,9 +8,20 @@ from typing import Any
 
 import pytest
 
-from minserve.config import AccountConfig, Config, KeyConfig, LimitConfig, PricesConfig, SpendConfig, UserConfig
+from minserve.config import (
+    AccountConfig,
+    Config,
+    KeyConfig,
+    LimitConfig,
+    PricesConfig,
+    RunConfig,
+    SpendConfig,
+    UserConfig,
+)
 from minserve.economics.accounting import Accounting, Admission, Reservation
-from minserve.economics.keys import digest
+from minserve.economics.keys import digest, narrow
+from minserve.economics.ledger import Ledger
+from minserve.economics.limits import Scope
 from minserve.economics.rows import Row
 from minserve.economics.settlement import Settlement
 from minserve.request import RequestError
@@ -31,8 +42,9 @@ def day(**fields: Any) -> LimitConfig:
     return LimitConfig(period="day", **fields)
 
 
-async def reserve(accounting: Accounting, secret: str = "") -> Reservation:
+async def reserve(accounting: Accounting, secret: str = "", run: str = "") -> Reservation:
     identity = accounting.identify(f"Bearer {secret}" if secret else None)
+    identity = narrow(identity, {"X-Run-ID": run} if run else {}, None, None)
     return await accounting.reserve(Admission(id="r", identity=identity, prompt_tokens=5, max_tokens=10))
 
 
@@ -177,4 +189,36 @@ async def test_prices_that_can_not_be_meant_change_nothing(tmp_path: Path) -> No
     with pytest.raises(ValueError, match=r"prices\.cached"):
         await accounting.reconfigure(Config(prices=PricesConfig(prefill=1.0, cached=2.0)))
     assert await room(accounting) == 1
+    await accounting.close()
+
+
+async def test_a_running_call_that_a_reset_forgave_is_not_counted_again(tmp_path: Path) -> None:
+    accounting = Accounting.open(caps(day(requests=1)), tmp_path)
+    running = await reserve(accounting)
+    assert accounting.reset(Scope("key", ("",)))
+    await accounting.reconfigure(caps(day(requests=1), LimitConfig(period="hour", requests=1)))
+    running.settle(DONE)
+    assert await room(accounting) == 1
+    await accounting.close()
+
+
+async def test_a_running_call_is_counted_in_the_minute_it_came_in(tmp_path: Path) -> None:
+    now = 1.8e9
+    ledger = Ledger(tmp_path / "ledger.db")
+    accounting = Accounting(caps(), ledger=ledger, clock=lambda: now)
+    await reserve(accounting)
+    now += 60.0
+    await accounting.reconfigure(caps(LimitConfig(period="minute", requests=1)))
+    assert await room(accounting) == 1
+    await accounting.close()
+
+
+async def test_a_new_budget_of_runs_knows_what_a_run_has_used(tmp_path: Path) -> None:
+    accounting = Accounting.open(caps(), tmp_path)
+    for _ in range(3):
+        (await reserve(accounting, run="r")).settle(DONE)
+    await accounting.reconfigure(Config(local=AccountConfig(run=RunConfig(max_calls=4)), prices=PRICES))
+    (await reserve(accounting, run="r")).settle(DONE)
+    with pytest.raises(RequestError, match="This run allows 4 requests"):
+        await reserve(accounting, run="r")
     await accounting.close()
