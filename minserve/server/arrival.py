@@ -5,9 +5,10 @@ Owns no behaviour. It must not know HTTP.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from minserve.economics.keys import Identity
+from minserve.economics.reservation import Admission
 from minserve.request import Pool, SamplingParams
 
 
@@ -32,6 +33,22 @@ class Known:
     max_tokens: int = 0
     asked_max_tokens: int | None = None
     choices: int = 1
+
+    @property
+    def admission(self) -> Admission:
+        arrival = self.arrival
+        return Admission(
+            id=arrival.id,
+            identity=arrival.identity,
+            endpoint=arrival.endpoint,
+            model=arrival.model,
+            pool=self.pool,
+            prompt_tokens=self.prompt_tokens,
+            max_tokens=self.max_tokens,
+            asked_max_tokens=self.asked_max_tokens,
+            choices=self.choices,
+            started=arrival.started,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,3 +92,9 @@ class Call:
         """The most tokens of a choice, the least over its prompts; None if that is as many as the request named."""
         least = min(params.max_tokens for params in self.params)
         return least if self.asked_max_tokens is not None and least < self.asked_max_tokens else None
+
+    @property
+    def admission(self) -> Admission:
+        most = max(params.max_tokens for params in self.params)
+        known = Known(self.arrival, self.pool, self.prompt_tokens, most, self.asked_max_tokens, self.choices)
+        return replace(known.admission, prompts=self.prompts, degraded=self.degraded)

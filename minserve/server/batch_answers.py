@@ -7,7 +7,6 @@ Owns what both have in common, and the engine's side: lines take the same way as
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -22,12 +21,10 @@ from minserve.economics.keys import Identity
 from minserve.request import Pool, RequestError
 from minserve.server.batch_lines import Line
 from minserve.server.calls import Calls
-from minserve.server.errors import error_body, unexpected
+from minserve.server.errors import error_body
 from minserve.server.json_body import parse_object
 from minserve.server.serve import Say, opened
 from minserve.server.services import Services
-
-log = logging.getLogger("minserve.batch")
 
 _READERS = 32  # lines that are tokenized at once; the tokenizer's queue is short
 
@@ -95,9 +92,6 @@ class EngineAnswers:
             if error.code in GAVE_UP:
                 raise BackendError(error.message) from None
             return Reply.failed(arrival.id, error)
-        except Exception as error:
-            log.exception("line %d failed", line.number)
-            return Reply.failed(arrival.id, unexpected(error))
         return Reply(arrival.id, 200, body, generation.degraded)
 
     async def end(self, patience: float) -> None:

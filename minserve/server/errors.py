@@ -6,7 +6,10 @@ of the request's text is repeated in a message, and values are cut short.
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any
 
@@ -15,6 +18,8 @@ from aiohttp import web
 
 from minserve.economics.prices import NANO, money
 from minserve.request import RequestError
+
+log = logging.getLogger("minserve.server")
 
 _SHOWN_CHARACTERS = 60
 _SDK_PATIENCE_S = 60.0  # OpenAI's SDKs don't wait longer: they would ignore a longer Retry-After and come back at once
@@ -105,6 +110,18 @@ def not_http(status: int) -> RequestError:
 def unexpected(error: Exception) -> RequestError:
     """A fault of ours: the class name helps a bug report, its message could hold the client's text or our paths."""
     return RequestError(f"The server failed ({type(error).__name__}).", status=500, code="internal_error")
+
+
+@contextmanager
+def faults_told(call_id: str) -> Iterator[None]:
+    """What a call dies of in this block without being a RequestError is a fault of ours: logged, and told as a 500."""
+    try:
+        yield
+    except (RequestError, ConnectionError):
+        raise
+    except Exception as error:
+        log.exception("call %s failed", call_id)
+        raise unexpected(error) from None
 
 
 def forbidden(message: str, code: str) -> RequestError:

@@ -21,6 +21,7 @@ from minserve.request import Pool, RequestError, Submission
 from minserve.server.arrival import Arrival, Call, Known
 from minserve.server.degradation import Degradation, FixedText
 from minserve.server.ending import ClientStalled, Ending, settle, settle_later, so_far, tell
+from minserve.server.errors import faults_told
 from minserve.server.generation import CallTimeouts, Generation, aborted, timed_out
 from minserve.server.ports import ServingEngine, TokenStream
 
@@ -63,12 +64,13 @@ class Gateway:
         what the block has found out of it by then."""
         known = Known(arrival, arrival.identity.pool())
         try:
-            yield known
+            with faults_told(arrival.id):
+                yield known
         except RequestError as error:
-            self.refuse(_admission(known), error)
+            self.refuse(known.admission, error)
             raise
         except asyncio.CancelledError:
-            self.refuse(_admission(known), CLIENT_CLOSED)
+            self.refuse(known.admission, CLIENT_CLOSED)
             raise
 
     def refuse(self, admission: Admission, error: RequestError) -> None:
@@ -81,7 +83,8 @@ class Gateway:
         """Run a call. RequestError before anything is submitted if it may not; its streams end with the block."""
         call, text = self._admissible(call)
         if text is not None:
-            yield self._fixed(call, text)
+            with faults_told(call.id):
+                yield self._fixed(call, text)
             return
         reservation = await self._reserve(call)
         streams: list[TokenStream] = []
@@ -90,9 +93,10 @@ class Gateway:
         failure: RequestError | None = None
         linger = False
         try:
-            streams.extend(self._engine.submit_all(self._submissions(call)))
-            generation = self._live[call.id] = self._generation(call, streams, reservation)
-            yield generation
+            with faults_told(call.id):
+                streams.extend(self._engine.submit_all(self._submissions(call)))
+                generation = self._live[call.id] = self._generation(call, streams, reservation)
+                yield generation
         except RequestError as error:
             ending = Ending(error.status, error.code)
             failure = copy.copy(error)  # that of a dead engine is one object for every call
@@ -138,36 +142,35 @@ class Gateway:
                 generation.reservation.settle(so_far(generation))
         self._accounting.end_now(_LAST_WRITE_S)
 
+    @contextmanager
+    def _refusing(self, call: Call) -> Iterator[None]:
+        """A call that ends in this block, before it has a reservation, gets its row."""
+        try:
+            with faults_told(call.id):
+                yield
+        except RequestError as error:
+            self.refuse(call.admission, error)
+            raise
+
     def _admissible(self, call: Call) -> tuple[Call, str | None]:
         """The call as it may run under the load of this moment, and the text instead of an answer, if there is one."""
-        try:
+        with self._refusing(call):
             if call.deadline is not None and asyncio.get_running_loop().time() >= call.deadline:
                 raise timed_out("deadline_exceeded")
             return self._degradation.apply(call)
-        except RequestError as error:
-            self.refuse(_asked(call), error)
-            raise
 
     def _fixed(self, call: Call, text: str) -> Generation:
         """A generation without the model. It is one request of every cap, and its row is written at once: nothing of it
         can fail."""
-        asked = _asked(call)
-        try:
-            self._accounting.static(asked)
-        except RequestError as error:
-            self.refuse(asked, error)
-            raise
+        with self._refusing(call):
+            self._accounting.static(call.admission)
         generation = self._generation(call, [FixedText(call, text)], None)
         generation.tally.prompt = 0
         return generation
 
     async def _reserve(self, call: Call) -> Reservation:
-        admission = _asked(call)
-        try:
-            return await self._accounting.reserve(admission)
-        except RequestError as error:
-            self.refuse(admission, error)
-            raise
+        with self._refusing(call):
+            return await self._accounting.reserve(call.admission)
 
     def _submissions(self, call: Call) -> list[Submission]:
         now, timeouts = asyncio.get_running_loop().time(), self._timeouts_of(call)
@@ -221,29 +224,6 @@ class Gateway:
         self._settling.add(task)
         task.add_done_callback(self._settling.discard)
         return task
-
-
-def _admission(known: Known) -> Admission:
-    arrival = known.arrival
-    return Admission(
-        id=arrival.id,
-        identity=arrival.identity,
-        endpoint=arrival.endpoint,
-        model=arrival.model,
-        pool=known.pool,
-        prompt_tokens=known.prompt_tokens,
-        max_tokens=known.max_tokens,
-        asked_max_tokens=known.asked_max_tokens,
-        choices=known.choices,
-        started=arrival.started,
-    )
-
-
-def _asked(call: Call) -> Admission:
-    most = max(params.max_tokens for params in call.params)
-    asked = call.asked_max_tokens
-    admission = _admission(Known(call.arrival, call.pool, call.prompt_tokens, most, asked, call.choices))
-    return replace(admission, prompts=call.prompts, degraded=call.degraded)
 
 
 def _submission_id(call_id: str, prompt: int) -> str:

@@ -8,7 +8,6 @@ gateway's.
 from __future__ import annotations
 
 import asyncio
-import logging
 
 from aiohttp import web
 
@@ -16,14 +15,11 @@ from minserve.request import RequestError, TextDelta
 from minserve.server.answer import Answer
 from minserve.server.arrival import Call
 from minserve.server.calls import CHAT, COMPLETIONS, Calls
-from minserve.server.errors import unexpected
 from minserve.server.generation import Generation
 from minserve.server.http_input import read_fields
 from minserve.server.services import VISIT, Services, identity_of
 from minserve.server.sse import EventStream
 from minserve.server.wire import to_json
-
-log = logging.getLogger("minserve.server")
 
 _STATE_SECONDS = 0.25  # how often a waiting reader is told what has changed
 _PAUSED = "paused"
@@ -70,11 +66,6 @@ class GenerateRoutes:
         except ConnectionError:
             if events is None:
                 raise
-        except Exception as error:
-            if events is None:
-                raise
-            log.exception("a stream failed")
-            await events.fail(unexpected(error))
         else:
             await events.finish()
         assert events is not None

@@ -10,10 +10,20 @@ from typing import Any
 import aiohttp
 import pytest
 
-from minserve.config import AccountConfig, LimitConfig, PoolConfig, PoolsConfig, ServerConfig, TimeoutsConfig
+from minserve.config import (
+    AccountConfig,
+    LimitConfig,
+    PoolConfig,
+    PoolsConfig,
+    PricesConfig,
+    ServerConfig,
+    TimeoutsConfig,
+)
 from minserve.economics.ledger import Ledger
+from minserve.economics.prices import NANO, money
 from minserve.engine import Progress
 from minserve.request import FinishReason, RequestError, TextDelta, Usage
+from minserve.server.completions import CompletionAnswer
 from tests.server.fakes import CHAT, COMPLETION, FakeEngine, Server, keyed, say, serving
 
 STREAM = {**COMPLETION, "stream": True}
@@ -339,3 +349,33 @@ async def test_fifty_calls_at_once_against_a_budget_for_two() -> None:
         assert sorted(status for status, _ in replies) == [200] * 2 + [429] * 48
         assert len(server.engine.submissions) == 2
         assert sorted(row.finish for row in server.rows) == ["refused"] * 48 + ["stop"] * 2
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_fault_of_ours_says_what_its_call_costs(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise KeyError("secret detail")
+
+    monkeypatch.setattr(CompletionAnswer, "events" if stream else "collect", broken)
+    async with serving(FakeEngine(say("Hello")), prices=PricesConfig(prefill=1.0, decode=2.0)) as server:
+        async with server.session.post(server.url + "/v1/completions", json={**COMPLETION, "stream": stream}) as reply:
+            text, headers = await reply.text(), reply.headers
+        (row,) = server.rows
+        assert (row.status, row.code, row.finish) == (500, "internal_error", "abort")
+        error = error_event(text) if stream else json.loads(text)["error"]
+        assert (error["code"], "secret" in text) == ("internal_error", False)
+        assert headers["x-minserve-reserved-cost"] == money(row.reserved)
+        assert (error.get("cost"), headers.get("x-minserve-cost")) == (
+            (row.cost / NANO, None) if stream else (None, money(row.cost))
+        )
+
+
+async def test_a_fault_of_ours_before_admission_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise KeyError("secret detail")
+
+    async with serving() as server:
+        monkeypatch.setattr(server.services.text, "run", broken)
+        status, reply = await server.post("/v1/completions", COMPLETION)
+        assert (status, reply["error"]["code"]) == (500, "internal_error")
+        assert [(row.finish, row.status, row.code) for row in server.rows] == [("refused", 500, "internal_error")]
