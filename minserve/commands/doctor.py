@@ -4,46 +4,22 @@ from __future__ import annotations
 
 import json
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
 import click
 
-from minserve.commands.options import config_options, fail, read_settings
+from minserve.commands.remote import ask, server_options
 
 
 @click.command()
-@click.option("--url", help="The server. [default: as configured]")
-@click.option("--api-key", envvar="MINSERVE_API_KEY", help="An administrator's key, where keys are configured.")
 @click.option("--json", "raw", is_flag=True, help="The whole status instead.")
-@config_options
+@server_options
 def doctor(url: str | None, api_key: str | None, raw: bool, **options: Any) -> None:
     """Ask a running server how it is: TTFT, inter-token time, utilization. Exit status 1 if there is a problem."""
-    if url is None:
-        server = read_settings(options).config.server
-        host = "127.0.0.1" if server.host in ("0.0.0.0", "::") else server.host
-        url = f"http://{f'[{host}]' if ':' in host else host}:{server.port}"
-    status = _status(url.rstrip("/"), api_key)
+    status = ask("/status", "findings", url, api_key, options)
     click.echo(json.dumps(status, indent=2) if raw else "\n".join(_lines(status)))
     sys.exit(any(finding["weight"] == "problem" for finding in status["findings"]))
-
-
-def _status(url: str, api_key: str | None) -> Any:
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    try:
-        with urllib.request.urlopen(urllib.request.Request(url + "/status", headers=headers), timeout=10) as reply:
-            status = json.load(reply)
-    except urllib.error.HTTPError as error:
-        with error:
-            hint = " Give an administrator's key with --api-key." if error.code in (401, 403) else ""
-        fail(f"{url} answers {error.code} {error.reason}.{hint}")
-    except (OSError, ValueError) as error:
-        fail(f"{url}: {getattr(error, 'reason', error)}. Is minserve running there?")
-    if not isinstance(status, dict) or "findings" not in status:
-        fail(f"{url} is no minserve")
-    return status
 
 
 def _lines(status: dict[str, Any]) -> Iterator[str]:

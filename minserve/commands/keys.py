@@ -1,4 +1,4 @@
-"""keys: make API keys, and short-lived tokens for pages."""
+"""keys: make API keys and short-lived tokens for pages, and reset what is counted against caps."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any
 import click
 
 from minserve.commands.options import config_options, duration, fail, read_settings
+from minserve.commands.remote import ask, server_options
 from minserve.settings import data_dir
 
 
 @click.group()
 def keys() -> None:
-    """API keys and page tokens. Keys stand in minserve.toml, as hashes only."""
+    """API keys, page tokens, and what is counted against their caps. Keys stand in minserve.toml, as hashes only."""
 
 
 @keys.command()
@@ -77,6 +78,32 @@ def token(key_name: str, ttl: float, origin: str, max_tokens: int, user: str, **
     if not Origins(config.server).allows(origin):
         click.echo(f"Pages of {origin} can't call yet: server.allowed_origins does not list it.", err=True)
     click.echo(made)
+
+
+@keys.command()
+@click.argument("scope", type=click.Choice(["server", "key", "user", "end_user", "run", "token"]))
+@click.option("--key", default="", help="The key's name, of a key, an end user or a run.")
+@click.option("--user", help="The account that pays.")
+@click.option("--end-user", help="The end user of the key.")
+@click.option("--run", help="The run of the key.")
+@click.option("--token", help="The page token's id, as the ledger has it.")
+@server_options
+def reset(
+    scope: str,
+    key: str,
+    user: str | None,
+    end_user: str | None,
+    run: str | None,
+    token: str | None,
+    url: str | None,
+    api_key: str | None,
+    **options: Any,
+) -> None:
+    """Set what is counted against the caps of SCOPE to zero, in a server that runs. Its ledger keeps the rows."""
+    names = {"key": key, "user": user, "end_user": end_user, "run": run, "token": token}
+    body = {"scope": scope, **{name: value for name, value in names.items() if value is not None}}
+    done = ask("/limits/reset", "reset", url, api_key, options, body)["reset"]
+    click.echo("Reset: " + ", ".join(f"{name} {value}" for name, value in done.items()))
 
 
 COMMANDS = (keys,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import tomllib
 from pathlib import Path
@@ -11,13 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minserve.config import KeyConfig, LimitConfig, RunConfig
+from minserve.config import KeyConfig, LimitConfig, PricesConfig, RunConfig, SpendConfig, UserConfig
 from minserve.economics.accounting import Accounting
 from minserve.economics.issue import key_table, parse_limit
 from minserve.economics.keys import digest
 from minserve.request import RequestError
 from minserve.settings import load
 from tests.commands.conftest import Invoke
+from tests.server.fakes import COMPLETION, keyed, serving
 
 
 def test_the_secret_is_shown_once_and_the_table_holds_only_its_hash(invoke: Invoke, tmp_path: Path) -> None:
@@ -138,3 +140,37 @@ def test_an_origin_that_is_not_allowed_is_said(invoke: Invoke, tmp_path: Path) -
     assert "server.allowed_origins does not list it" in invoke(*asked).stderr
     for listed in ("https://a.example", "https://A.example:443/"):
         assert invoke(*asked, "--set", f"server.allowed_origins={listed}").stderr == ""
+
+
+ONE = (LimitConfig(period="day", requests=1),)
+RESETS = {
+    "server": (),
+    "key": ("--key", "ann"),
+    "user": ("--user", "ann"),
+    "end_user": ("--key", "ann", "--end-user", "bob"),
+    "run": ("--key", "ann", "--run", "r1"),
+}
+
+
+@pytest.mark.parametrize("scope", RESETS)
+async def test_what_is_counted_is_reset_in_a_running_server(invoke: Invoke, scope: str) -> None:
+    ann = keyed("ms-1", limits=ONE, end_user_limits=ONE, run=RunConfig(max_calls=1), admin=True)
+    spend, prices = SpendConfig(limit=1.0), PricesConfig(decode=2.0)
+    async with serving(keys={"ann": ann}, users={"ann": UserConfig(limits=ONE)}, spend=spend, prices=prices) as server:
+        headers = {"Authorization": "Bearer ms-1", "X-Run-ID": "r1"}
+        assert (await server.post("/v1/completions", COMPLETION | {"user": "bob"}, headers=headers))[0] == 200
+        arguments = "keys", "reset", scope, *RESETS[scope], "--url", server.url, "--api-key", "ms-1"
+        result = await asyncio.to_thread(invoke, *arguments)
+        assert (result.exit_code, f"Reset: scope {scope}" in result.stdout) == (0, True), result.output
+        again = await asyncio.to_thread(invoke, *arguments)
+        assert (again.exit_code, "answers 404: Nothing is counted there." in again.stderr) == (2, True), again.output
+
+
+async def test_a_reset_says_what_it_lacks(invoke: Invoke) -> None:
+    async with serving(keys={"ann": keyed("ms-1", admin=True), "bob": keyed("ms-2")}) as server:
+        for key, arguments, message in (
+            ("ms-1", ("run", "--key", "ann"), "`run` is needed"),
+            ("ms-2", ("key", "--key", "bob"), "--api-key"),
+        ):
+            result = await asyncio.to_thread(invoke, "keys", "reset", *arguments, "--url", server.url, "--api-key", key)
+            assert (result.exit_code, message in result.stderr) == (2, True), result.output
