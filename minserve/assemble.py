@@ -121,12 +121,13 @@ def _assemble(config: Config, observers: Sequence[Observer], progress: Progress,
 
 
 def warm_up(runner: Runner, limits: Limits, tokenizer: Tokenizer, max_model_len: int) -> None:
-    """One long prompt and two tokens through a scheduler of their own, so that the first caller does not pay for it.
+    """A prompt and two tokens through a scheduler of their own, so that the first caller does not pay for it.
 
-    What is slow only once: pages of scratch memory and KV cache that nobody has touched, libraries that load lazily.
+    What is slow only once: libraries that load lazily, memory that nobody has touched. A longer prompt would touch more
+    of it and take a CPU a third of a second; the first real one, after this, is as fast as the second.
     """
     engine = Engine(Scheduler(limits, weights_id=b"", prefix_caching=False), runner, tokenizer)
-    length = min(limits.max_step_tokens, max_model_len - 2, 512)
+    length = min(limits.max_step_tokens, max_model_len - 2, 64)
     engine.submit(Submission("warm-up", (0,) * max(1, length), SamplingParams(max_tokens=2, temperature=0.0)))
     while engine.has_work:
         step = engine.begin()
