@@ -81,9 +81,9 @@ class Step:
     def note_token(self, transcript: Transcript) -> None:
         time = transcript.time
         if time.gaps:
-            self.gaps.append((transcript.pool, time.gaps[-1]))
+            self.gaps.append((transcript.request.pool, time.gaps[-1]))
         elif time.first is not None:
-            self.ttfts.append((transcript.pool, time.first - time.arrival))
+            self.ttfts.append((transcript.request.pool, time.first - time.arrival))
 
 
 class Engine:
@@ -112,15 +112,11 @@ class Engine:
 
     def submit(self, submission: Submission) -> None:
         """Queue a submission's n requests. RequestError if it can never run; nothing is kept then."""
-        now = self.clock()
         seed = submission.params.seed
         seed = secrets.randbits(63) if seed is None else seed
-        requests = self.scheduler.submit(submission, seed, now)
-        for r in requests:
-            self._transcripts[r.id] = Transcript(
-                r.id, r.group, r.choice, r.pool, submission.prompt, r.params, self.tokenizer, now
-            )
-        self._groups[submission.id] = [r.id for r in requests]
+        requests = self.scheduler.submit(submission, seed, self.clock())
+        self._transcripts |= {request.id: Transcript(request, self.tokenizer) for request in requests}
+        self._groups[submission.id] = [request.id for request in requests]
 
     def abort(self, group: str, error: RequestError | None = None) -> list[Delivery]:
         """End what is unfinished of a submission, in whatever state it is. Idempotent."""
@@ -232,7 +228,7 @@ class Engine:
                 transcript.usage = end.usage
                 delta = replace(delta, usage=end.usage)
         if delta.finish is None:
-            out.append(Delivery(transcript.group, delta))
+            out.append(Delivery(transcript.request.group, delta))
         else:
             out.append(self._close(transcript, delta))
 
@@ -242,14 +238,15 @@ class Engine:
 
     def _close(self, transcript: Transcript, delta: TextDelta) -> Delivery:
         """The one place where a request's transcript is released and its outcome reported."""
-        del self._transcripts[transcript.request_id]
-        members = self._groups[transcript.group]
-        members.remove(transcript.request_id)
+        request = transcript.request
+        del self._transcripts[request.id]
+        members = self._groups[request.group]
+        members.remove(request.id)
         if not members:
-            del self._groups[transcript.group]
+            del self._groups[request.group]
         outcome = transcript.outcome(delta.finish or FinishReason.ERROR, delta.error, self.clock())
         self._notify(outcome)
-        return Delivery(transcript.group, delta, outcome)
+        return Delivery(request.group, delta, outcome)
 
     # -- observers
 

@@ -1,24 +1,15 @@
 """From one request's token events to the text its reader sees, and the times that tell how it went.
 
 Owns a request's detokenizer, stop checker and timeline; lives from submission to the last delta. Touched on the event
-loop only. It must not know the scheduler: it says that a stop string matched, the engine acts on it.
+loop only. It must not know the scheduler, and changes nothing of the request: it says that a stop string matched, the
+engine acts on it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from minserve.request import (
-    FinishReason,
-    Pool,
-    RequestError,
-    RequestOutcome,
-    SamplingParams,
-    TextDelta,
-    TokenEvent,
-    Usage,
-)
+from minserve.request import FinishReason, Request, RequestError, RequestOutcome, TextDelta, TokenEvent, Usage
 from minserve.text.detokenize import Detokenizer
 from minserve.text.stop import StopChecker
 from minserve.text.tokenizer import Tokenizer
@@ -45,28 +36,14 @@ class Timeline:
 class Transcript:
     """Feed it `push(event)` for every token event of a request, in order; it returns what to deliver."""
 
-    def __init__(
-        self,
-        request_id: str,
-        group: str,
-        choice: int,
-        pool: Pool,
-        prompt: Collection[int],
-        params: SamplingParams,
-        tokenizer: Tokenizer,
-        now: float,
-    ) -> None:
-        self.request_id = request_id
-        self.group = group
-        self.choice = choice
-        self.pool = pool
-        self.params = params
-        self.time = Timeline(now)
-        self.preemptions = 0
-        self.usage = Usage(len(prompt), 0, 0)
+    def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
+        self.request = request
+        self.time = Timeline(request.arrival)
+        self.usage = Usage(request.prompt_len, 0, 0)
         self.stop_reason: str | int | None = None
+        params = request.params
         self._end_ids = tokenizer.end_ids
-        self._detokenizer = Detokenizer(tokenizer, list(prompt))
+        self._detokenizer = Detokenizer(tokenizer, request.tokens)
         self._stops = StopChecker(params.stop, include=params.include_stop) if params.stop else None
         self._generated = 0
 
@@ -89,13 +66,13 @@ class Transcript:
         return self._delta(event, event.finish, self._flush(), ())
 
     def outcome(self, finish: FinishReason, error: RequestError | None, now: float) -> RequestOutcome:
-        t = self.time
+        r, t = self.request, self.time
         return RequestOutcome(
-            id=self.request_id,
-            group=self.group,
-            pool=self.pool,
+            id=r.id,
+            group=r.group,
+            pool=r.pool,
             usage=self.usage,
-            max_tokens=self.params.max_tokens,
+            max_tokens=r.params.max_tokens,
             finish=finish,
             error_code=error.code if error else None,
             arrival=t.arrival,
@@ -103,18 +80,19 @@ class Transcript:
             ttft=None if t.first is None else t.first - t.arrival,
             total=now - t.arrival,
             gaps=tuple(t.gaps),
-            preemptions=self.preemptions,
+            preemptions=r.preemptions,
         )
 
     def _shows(self, event: TokenEvent) -> bool:
         """A token that ended the request by its id is no text, unless the caller asked for it."""
-        by_id = event.finish is FinishReason.STOP and event.token_id in self.params.stop_token_ids
-        return not by_id or (self.params.include_stop and event.token_id not in self._end_ids)
+        params = self.request.params
+        by_id = event.finish is FinishReason.STOP and event.token_id in params.stop_token_ids
+        return not by_id or (params.include_stop and event.token_id not in self._end_ids)
 
     def _checked(self, text: str) -> tuple[str, bool]:
         if self._stops is None:
             return text, False
-        allowed = self._generated > self.params.min_tokens
+        allowed = self._generated > self.request.params.min_tokens
         safe, match = self._stops.push(text, allowed=allowed)
         if match is not None:
             self.stop_reason = match
@@ -133,7 +111,7 @@ class Transcript:
         if event.usage is not None:
             self.usage = event.usage
         return TextDelta(
-            choice=self.choice,
+            choice=self.request.choice,
             text=text,
             token_ids=token_ids,
             logprobs=(event.logprob,) if event.logprob is not None else (),

@@ -40,7 +40,8 @@ def test_batch_mates_preemption_and_prefix_hits_do_not_change_the_text(alone: di
     seeded = submission(PROMPT, "seeded", max_tokens=24, temperature=1.0, seed=7)
     unseeded = submission(PROMPT, "unseeded", max_tokens=24, temperature=1.0)
     got = run(engine, mates[0], plain, mates[1], seeded, unseeded)
-    assert sum(step.preempted for step in records.steps) > 0
+    preempted = sum(step.preempted for step in records.steps)
+    assert sum(outcome.preemptions for outcome in records.outcomes) == preempted > 0
     assert got.tokens["greedy", 0] == alone["greedy"]
     assert got.tokens["seeded", 0] == alone["seeded"]
     counts = engine.scheduler.counts()
