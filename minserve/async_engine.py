@@ -208,6 +208,7 @@ class AsyncEngine:
     async def _loop(self) -> None:
         try:
             while self.failure is None and self.state is not State.STOPPED:
+                self._drain_inbox()
                 if not self.engine.has_work:
                     self._wake.clear()
                     await self._wake.wait()
@@ -218,7 +219,6 @@ class AsyncEngine:
             self._give_up("The engine has failed.")
 
     async def _step(self) -> None:
-        self._drain_inbox()
         self._expire()
         self.engine.paused = self._paused()
         step = self.engine.begin()

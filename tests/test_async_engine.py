@@ -118,6 +118,15 @@ async def test_random_aborts_in_every_state_leave_nothing_behind() -> None:
         idle(serving)
 
 
+async def test_an_abort_while_the_last_step_runs_does_not_reach_a_later_submission_of_that_name() -> None:
+    async with running(seconds=0.05) as serving:
+        first = serving.submit(submission(PROMPT, "r", max_tokens=1))
+        await asyncio.sleep(0.02)
+        assert serving.abort("r")
+        assert (await read(first))[-1].finish is FinishReason.LENGTH
+        assert (await read(serving.submit(submission(PROMPT, "r"))))[-1].finish is FinishReason.LENGTH
+
+
 async def test_a_failed_step_is_isolated_and_the_next_request_works() -> None:
     async with running(fail={1}) as serving:
         failed = await read(serving.submit(submission(PROMPT, "a")))
