@@ -16,15 +16,15 @@ from minserve.backend.memory import give_back
 from minserve.config import Config, EngineConfig, PoolConfig, PoolsConfig
 from minserve.engine import Engine, Observer
 from minserve.models import load as load_model
-from minserve.policy.schedule import Limits, PoolLimits
+from minserve.policy.limits import Limits, PoolLimits
 from minserve.request import Pool, SamplingParams, Submission
 from minserve.runner import Runner
 from minserve.scheduler import Scheduler
 from minserve.text.template import ChatTemplate
 from minserve.text.tokenizer import Tokenizer
-from minserve.weights.checkpoint import LoadedModel, load_checkpoint
+from minserve.weights.checkpoint import load_checkpoint
 from minserve.weights.hub import resolve
-from minserve.weights.loaded import GenerationDefaults
+from minserve.weights.loaded import GenerationDefaults, LoadedModel
 
 Progress = Callable[[str], None]  # one line about what is happening now
 Fetch = Callable[[Config], Path]  # makes sure that the model's files are here, and says where

@@ -1,6 +1,6 @@
 """The bytes every token stands for, read from a tokenizer.json's decoder.
 
-Owns GPT-2's byte alphabet and SentencePiece's way of writing spaces and bytes. It must not know the tokenizers library.
+Owns how decoders write spaces and bytes. It must not know the tokenizers library.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minserve.backend.base import CheckpointError
+from minserve.weights.vocabulary import byte_alphabet
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -24,14 +25,6 @@ class BytesTable:
 
     tokens: tuple[bytes, ...]
     strips_first_space: bool
-
-
-def byte_alphabet() -> dict[str, int]:
-    """Character -> byte of byte-level BPE (Radford et al. 2019): printable bytes are themselves, others U+0100 up."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    alphabet = {chr(byte): byte for byte in printable}
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    return alphabet | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 def bytes_table(

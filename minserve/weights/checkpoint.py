@@ -20,8 +20,6 @@ from minserve.weights.loaded import GenerationDefaults, LoadedModel
 from minserve.weights.safetensors_file import SafetensorsCheckpoint
 from minserve.weights.vocabulary import TokenizerJson
 
-__all__ = ["GenerationDefaults", "LoadedModel", "load_checkpoint"]
-
 _LARGE = 1e9  # no sampling parameter means anything beyond
 
 
@@ -126,8 +124,6 @@ def _tokenizer(folder: Path, settings: Mapping[str, Any], end_ids: frozenset[int
         read_bytes(path),
         bos_token=text("bos_token"),
         eos_token=text("eos_token"),
-        unk_token=text("unk_token"),
-        pad_token=text("pad_token"),
         add_bos=add_bos if isinstance(add_bos, bool) else None,
         end_ids=end_ids,
     )

@@ -18,7 +18,7 @@ import numpy as np
 from minserve.backend.base import CheckpointError
 from minserve.backend.tensor import BLOCKS, Bytes, Encoding, Float32, HostTensor, float32_to_bfloat16
 from minserve.weights.loaded import GenerationDefaults, LoadedModel
-from minserve.weights.vocabulary import TokenizerJson
+from minserve.weights.vocabulary import TokenizerJson, byte_alphabet
 
 SPECIALS = (
     "<|endoftext|>",
@@ -207,11 +207,7 @@ def byte_tokenizer(vocab_size: int = _BYTE_VOCABULARY) -> TokenizerJson:
 
     Text is encoded byte by byte (there are no merges); the words are only ever produced by a model.
     """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]  # GPT-2's bytes_to_unicode
-    others = [byte for byte in range(256) if byte not in printable]
-    letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
-    vocab = {letters[byte]: byte for byte in range(256)}
-    vocab |= {text: 256 + i for i, text in enumerate(SPECIALS)}
+    vocab = byte_alphabet() | {text: 256 + i for i, text in enumerate(SPECIALS)}
     vocab |= {"Ġ" + _word(i): i for i in range(_BYTE_VOCABULARY, vocab_size)}
     special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}

@@ -120,9 +120,7 @@ def vocabulary(metadata: Metadata) -> GgufVocabulary:
         bos_id=token("bos"),
         eos_id=token("eos"),
         unk_id=token("unknown"),
-        pad_id=token("padding"),
         end_ids=frozenset(i for i in ends if i is not None),
         add_bos=metadata.flag("tokenizer.ggml.add_bos_token", sentencepiece),
-        add_eos=metadata.flag("tokenizer.ggml.add_eos_token", False),
         add_space_prefix=metadata.flag("tokenizer.ggml.add_space_prefix", sentencepiece),
     )

@@ -1,7 +1,7 @@
 """What a model's files say about its tokenizer, as plain data.
 
-Owns the two forms a vocabulary comes in: tokenizer.json, and the arrays of a GGUF file. It must not know how text is
-split or joined: `text/` builds a tokenizer from these.
+Owns the two forms a vocabulary comes in: tokenizer.json, and the arrays of a GGUF file; and the alphabet in which some
+write bytes. It must not know how text is split or joined: `text/` builds a tokenizer from these.
 """
 
 from __future__ import annotations
@@ -34,8 +34,6 @@ class TokenizerJson:
     data: bytes
     bos_token: str | None = None
     eos_token: str | None = None
-    unk_token: str | None = None
-    pad_token: str | None = None
     add_bos: bool | None = None
     end_ids: frozenset[int] = frozenset()
 
@@ -58,13 +56,14 @@ class GgufVocabulary:
     bos_id: int | None
     eos_id: int | None
     unk_id: int | None
-    pad_id: int | None
     end_ids: frozenset[int]
     add_bos: bool
-    add_eos: bool
     add_space_prefix: bool
 
-    @property
-    def control_ids(self) -> frozenset[int]:
-        """Tokens that are not text: user input must never become one of them."""
-        return frozenset(i for i, kind in enumerate(self.types) if kind == TokenType.CONTROL)
+
+def byte_alphabet() -> dict[str, int]:
+    """Character -> byte of byte-level BPE (Radford et al. 2019): printable bytes are themselves, others U+0100 up."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    alphabet = {chr(byte): byte for byte in printable}
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return alphabet | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -9,8 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from minserve.text.tokenizer import Tokenizer
-from minserve.text.vocabulary_bytes import byte_alphabet
-from minserve.weights.vocabulary import GgufVocabulary, TokenType
+from minserve.weights.vocabulary import GgufVocabulary, TokenType, byte_alphabet
 
 GOLDEN = Path(__file__).parent / "golden" / "sentencepiece.json"
 
@@ -41,10 +40,8 @@ def byte_vocabulary(
         bos_id=SPECIAL.index(bos),
         eos_id=2,
         unk_id=None,
-        pad_id=None,
         end_ids=frozenset({2}),
         add_bos=add_bos,
-        add_eos=False,
         add_space_prefix=False,
     )
 
@@ -77,10 +74,8 @@ def sentencepiece_golden(space_prefix: bool) -> Golden:
         bos_id=1,
         eos_id=2,
         unk_id=0,
-        pad_id=None,
         end_ids=frozenset({2}),
         add_bos=True,
-        add_eos=False,
         add_space_prefix=space_prefix,
     )
     return Golden(vocabulary, tuple((case["text"], case["ids"], case["decoded"]) for case in entry["texts"]))

@@ -14,9 +14,8 @@ from minserve.backend.base import CheckpointError
 from minserve.request import RequestError
 from minserve.text.rebuild import PRE_TOKENIZERS, gguf_document
 from minserve.text.tokenizer import Tokenizer
-from minserve.text.vocabulary_bytes import byte_alphabet
 from minserve.weights.dummy import byte_tokenizer as dummy_source
-from minserve.weights.vocabulary import GgufVocabulary, TokenizerJson, TokenType
+from minserve.weights.vocabulary import GgufVocabulary, TokenizerJson, TokenType, byte_alphabet
 
 from .builders import SPECIAL, byte_tokenizer, byte_vocabulary, sentencepiece_golden, sentencepiece_tokenizer
 

@@ -70,7 +70,7 @@ def test_a_folder_gives_weights_config_tokenizer_template_and_defaults(tmp_path:
     assert list(model.checkpoint.names()) == ["w"]
     assert isinstance(model.tokenizer, TokenizerJson)
     assert json.loads(model.tokenizer.data) == {"model": {}}
-    assert (model.tokenizer.bos_token, model.tokenizer.eos_token, model.tokenizer.unk_token) == ("<s>", "</s>", None)
+    assert (model.tokenizer.bos_token, model.tokenizer.eos_token) == ("<s>", "</s>")
     assert model.tokenizer.add_bos is True
     assert model.tokenizer.end_ids == {2, 7}
     assert model.chat_template == "template"

@@ -281,7 +281,7 @@ def test_the_vocabulary_is_read(tmp_path: Path) -> None:
         tmp_path, ("tokenizer.ggml.eot_token_id", UINT32, 3), ("tokenizer.ggml.bos_token_id", UINT32, (1 << 32) - 1)
     )
     assert (v.model, v.pre, v.tokens, v.merges) == ("gpt2", "smollm", ["<|end|>", "a", "b", "ab"], ["a b"])
-    assert (v.bos_id, v.eos_id, v.end_ids, v.control_ids) == (None, 0, {0, 3}, {0})
+    assert (v.bos_id, v.eos_id, v.end_ids) == (None, 0, {0, 3})
     assert (v.add_bos, v.add_space_prefix, v.scores) == (False, False, [])
 
 
