@@ -45,9 +45,9 @@ class Reject:
         return RequestError(self.message, status=self.status, code=self.code, param=param, retry_after=self.retry_after)
 
 
-def admit(submission: Submission, limits: Limits, load: Load, *, max_model_len: int | None = None) -> Accept | Reject:
+def admit(submission: Submission, limits: Limits, load: Load) -> Accept | Reject:
     """Refuse what can never run (400) and what would wait behind a full queue (503, with the time to come back)."""
-    refusal = never_fits(len(submission.prompt), limits, max_model_len)
+    refusal = never_fits(len(submission.prompt), limits)
     if refusal is not None:
         return refusal
     if load.full:
@@ -66,22 +66,14 @@ def retry_after(wait: float) -> float:
     return min(MAX_RETRY, max(MIN_RETRY, wait))
 
 
-def never_fits(prompt_tokens: int, limits: Limits, max_model_len: int | None = None) -> Reject | None:
-    """A prompt needs room for one token after it, in the model's context and in all KV blocks together."""
-    if max_model_len is not None and prompt_tokens >= max_model_len:
-        return Reject(
-            400,
-            "context_length_exceeded",
-            f"This model's maximum context length is {max_model_len} tokens. However, your prompt has {prompt_tokens} "
-            "tokens and needs room for at least one more. Please reduce the length of the prompt.",
-        )
-    if prompt_tokens + 1 > limits.capacity:
-        context = limits.capacity if max_model_len is None else max_model_len
-        return Reject(
-            400,
-            "context_length_exceeded",
-            f"This model's maximum context length is {context} tokens. However, this server's KV cache holds "
-            f"{limits.capacity} tokens ({limits.num_blocks} blocks of {limits.block_size}), and your prompt has "
-            f"{prompt_tokens} tokens and needs room for at least one more. Please reduce the length of the prompt.",
-        )
-    return None
+def never_fits(prompt_tokens: int, limits: Limits) -> Reject | None:
+    """A prompt needs room for one token after it in all KV blocks together."""
+    if prompt_tokens < limits.capacity:
+        return None
+    return Reject(
+        400,
+        "context_length_exceeded",
+        f"This server's KV cache holds {limits.capacity} tokens ({limits.num_blocks} blocks of {limits.block_size}). "
+        f"However, your prompt has {prompt_tokens} tokens and needs room for at least one more. "
+        "Please reduce the length of the prompt.",
+    )
