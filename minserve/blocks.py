@@ -19,8 +19,7 @@ from collections.abc import Iterable, Sequence
 
 
 class BlockPool:
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.block_size = block_size
+    def __init__(self, num_blocks: int) -> None:
         self.references = [0] * num_blocks
         self._free = bytearray(b"\x01" * num_blocks)  # one byte a block: finding runs is a byte search
         self._num_free = num_blocks

@@ -22,14 +22,14 @@ class Copy:
     """The partial last block of a prompt, which a fork needs for itself. owner: the fork's id."""
 
     source: int
-    target: int
+    destination: int
     owner: str
 
 
 class Cache:
     def __init__(self, num_blocks: int, block_size: int, weights_id: bytes, *, prefix_caching: bool) -> None:
-        self.blocks = BlockPool(num_blocks, block_size)
-        self.size = block_size
+        self.blocks = BlockPool(num_blocks)
+        self.block_size = block_size
         self.queries = 0  # prompt tokens looked up in the index at admissions
         self.hits = 0  # and found there
         self._weights_id = weights_id
@@ -42,7 +42,7 @@ class Cache:
         self._handed: list[Copy] = []  # in the batch that runs
 
     def open(self, request: Request) -> None:
-        self._chains[request.id] = Chain(root_key(self._weights_id, request.salt), request.tokens, self.size)
+        self._chains[request.id] = Chain(root_key(self._weights_id, request.salt), request.tokens, self.block_size)
 
     def close(self, request: Request) -> None:
         del self._chains[request.id]
@@ -54,7 +54,7 @@ class Cache:
         if not self._caching:
             return 0
         hit = self._chains[request.id].probe(self.blocks)
-        return min(hit, request.scored // self.size) if unscored(request) else hit
+        return min(hit, request.scored // self.block_size) if unscored(request) else hit
 
     def unheld(self, request: Request, hit: int) -> int:
         """How many of the first `hit` blocks nobody holds: the last ones, for who holds a block holds its ancestors."""
@@ -79,32 +79,32 @@ class Cache:
     def jump(self, request: Request) -> None:
         """Move a running request over blocks that others have computed since it was admitted."""
         hit = self.hit_blocks(request)
-        if hit * self.size > request.computed:
+        if hit * self.block_size > request.computed:
             self._share(request, hit)
 
     def grow(self, request: Request, end: int) -> None:
         """Blocks for rows up to `end`."""
-        missing = -(-end // self.size) - len(request.blocks)
+        missing = -(-end // self.block_size) - len(request.blocks)
         if missing > 0:
             request.blocks += self.blocks.allocate(missing, request.blocks[-1] if request.blocks else None)
 
     def fork(self, leader: Request, fork: Request) -> None:
         """A seat, the leader's full blocks, and a block for a copy of the partial one."""
         fork.seat = self._take_seat()
-        full = leader.prompt_len // self.size
+        full = leader.prompt_len // self.block_size
         fork.blocks = leader.blocks[:full]
         self.blocks.share(fork.blocks)
-        if leader.prompt_len % self.size:
-            (target,) = self.blocks.allocate(1)
-            fork.blocks.append(target)
-            self._staged.append(Copy(leader.blocks[full], target, fork.id))
+        if leader.prompt_len % self.block_size:
+            (destination,) = self.blocks.allocate(1)
+            fork.blocks.append(destination)
+            self._staged.append(Copy(leader.blocks[full], destination, fork.id))
 
     def advance(self, request: Request) -> None:
         """Put the blocks that are now full into the index. Where another request was first, hold its block instead."""
         if not self._caching:
             return
         chain, pool = self._chains[request.id], self.blocks
-        for index in range(chain.registered, request.computed // self.size):
+        for index in range(chain.registered, request.computed // self.block_size):
             own = request.blocks[index]
             first = pool.register(chain.key(index), own)
             if first != own:
@@ -129,9 +129,9 @@ class Cache:
     # -- copies
 
     def copies(self) -> tuple[tuple[int, int], ...]:
-        """(source, target) of every copy that the coming batch must make first. Cleared by reading."""
+        """(source, destination) of every copy that the coming batch must make first. Cleared by reading."""
         self._handed, self._pending = self._handed + self._pending, []
-        return tuple((copy.source, copy.target) for copy in self._handed)
+        return tuple((copy.source, copy.destination) for copy in self._handed)
 
     def step_done(self, *, ran: bool) -> None:
         """Copies handed to a batch that ran are made; the forks of this step need theirs in the next one."""
@@ -142,7 +142,7 @@ class Cache:
         """Copies may not have been made: their owners compute those rows again."""
         for copy in self._handed:
             owner = requests[copy.owner]
-            owner.computed -= owner.computed % self.size
+            owner.computed -= owner.computed % self.block_size
         self._handed = []
 
     # -- inside
@@ -155,9 +155,9 @@ class Cache:
         request.blocks[chain.registered :] = found
         chain.registered = hit
         if request.preemptions == 0:
-            request.cached += hit * self.size - request.computed
-            self.hits += hit * self.size - request.computed
-        request.computed = hit * self.size
+            request.cached += hit * self.block_size - request.computed
+            self.hits += hit * self.block_size - request.computed
+        request.computed = hit * self.block_size
 
     def _take_seat(self) -> int:
         if self._free_seats:
@@ -175,9 +175,9 @@ class Cache:
         seats = sorted([request.seat for request in running] + self._free_seats)
         assert seats == list(range(self._seats_made)), f"seats {seats} of {self._seats_made}"
         for request in running:
-            assert len(request.blocks) * self.size >= request.computed, f"{request.id}: rows without blocks"
+            assert len(request.blocks) * self.block_size >= request.computed, f"{request.id}: rows without blocks"
             chain = self._chains[request.id]
-            full = request.computed // self.size
+            full = request.computed // self.block_size
             assert not self._caching or chain.registered == full, (
                 f"{request.id}: {full} full blocks, {chain.registered}"
             )

@@ -166,7 +166,7 @@ class Scheduler:
         self._waiting.add(request)
 
     def copies(self) -> tuple[tuple[int, int], ...]:
-        """(source, target) blocks that the coming batch must copy before it computes. Cleared by reading."""
+        """(source, destination) blocks that the coming batch must copy before it computes. Cleared by reading."""
         return self._cache.copies()
 
     # -- commit

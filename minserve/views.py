@@ -48,7 +48,7 @@ class Views:
         """Blocks that these running prompts are about to fill."""
         keys: Frontier = {}
         for request in prompts:
-            self._claim(keys, request, request.computed // self.cache.size)
+            self._claim(keys, request, request.computed // self.cache.block_size)
         return keys
 
     def rivals(self, admitted: Iterable[Request], frontier: Frontier) -> set[str]:
@@ -77,7 +77,7 @@ class Views:
         hit = self.cache.hit_blocks(request)
         free_hits = self.cache.unheld(request, hit)
         blocked = not unscored(request) and self._is_claimed(frontier, request, hit)
-        return self._view(request, hit * self.cache.size, hit, free_hits=free_hits, blocked=blocked)
+        return self._view(request, hit * self.cache.block_size, hit, free_hits=free_hits, blocked=blocked)
 
     def _view(
         self,

@@ -59,8 +59,8 @@ class FakeProgram:
             self.fail_next = False
             raise RuntimeError("the device is on fire")
         rows = self.kv.reshape(-1, self.block_size)
-        for source, target in batch.copies.tolist():
-            rows[target] = rows[source]
+        for source, destination in batch.copies.tolist():
+            rows[destination] = rows[source]
         for reset in batch.resets:
             self.counts[reset.seat] = count_hash(reset.prompt.tolist(), reset.output.tolist())
         states = self._states(batch)

@@ -24,7 +24,7 @@ def chain_of(pool: BlockPool, *names: str) -> list[int]:
 
 
 def test_blocks_are_consecutive_where_possible() -> None:
-    pool = BlockPool(10, 4)
+    pool = BlockPool(10)
     first, second = pool.allocate(3), pool.allocate(4)
     assert (first, second) == ([0, 1, 2], [3, 4, 5, 6])
     pool.release(first)
@@ -36,7 +36,7 @@ def test_blocks_are_consecutive_where_possible() -> None:
 
 
 def test_too_many_blocks_are_refused_and_nothing_is_taken() -> None:
-    pool = BlockPool(4, 4)
+    pool = BlockPool(4)
     pool.allocate(2)
     with pytest.raises(MemoryError, match="3 blocks wanted, 2 available"):
         pool.allocate(3)
@@ -45,7 +45,7 @@ def test_too_many_blocks_are_refused_and_nothing_is_taken() -> None:
 
 
 def test_a_shared_block_is_free_only_after_its_last_holder_let_go() -> None:  # bug: 18
-    pool = BlockPool(4, 4)
+    pool = BlockPool(4)
     blocks = pool.allocate(2)
     pool.share(blocks)
     assert pool.owned(blocks) == 0
@@ -67,7 +67,7 @@ def test_a_shared_block_is_free_only_after_its_last_holder_let_go() -> None:  # 
     ],
 )
 def test_check_finds_what_is_wrong(damage: str, message: str) -> None:
-    pool = BlockPool(4, 4)
+    pool = BlockPool(4)
     chain_of(pool, "a", "b")
     pool.check()
     exec(damage)
@@ -79,7 +79,7 @@ def test_check_finds_what_is_wrong(damage: str, message: str) -> None:
 
 
 def test_a_released_block_is_found_again_until_it_is_needed() -> None:
-    pool = BlockPool(2, 4)
+    pool = BlockPool(2)
     (block,) = chain_of(pool, "a")
     pool.release([block])
     assert (pool.free, pool.cached, pool.available) == (1, 1, 2)
@@ -94,7 +94,7 @@ def test_a_released_block_is_found_again_until_it_is_needed() -> None:
 
 
 def test_the_first_registration_wins() -> None:
-    pool = BlockPool(4, 4)
+    pool = BlockPool(4)
     (first,) = chain_of(pool, "a")
     (second,) = pool.allocate(1)
     assert pool.register(key("a"), second) == first
@@ -104,7 +104,7 @@ def test_the_first_registration_wins() -> None:
 
 
 def test_free_blocks_go_before_cached_ones_and_old_ones_before_new() -> None:
-    pool = BlockPool(4, 4)
+    pool = BlockPool(4)
     old, new = chain_of(pool, "old"), chain_of(pool, "new")
     pool.release(old)
     pool.release(new)
@@ -113,7 +113,7 @@ def test_free_blocks_go_before_cached_ones_and_old_ones_before_new() -> None:
 
 
 def test_leaves_are_evicted_before_their_parents() -> None:
-    pool = BlockPool(4, 4)
+    pool = BlockPool(4)
     blocks = chain_of(pool, "root", "middle", "leaf")
     pool.release(blocks)
     gone = []
@@ -124,7 +124,7 @@ def test_leaves_are_evicted_before_their_parents() -> None:
 
 
 def test_what_was_used_again_is_evicted_later() -> None:
-    pool = BlockPool(2, 4)
+    pool = BlockPool(2)
     a, b = chain_of(pool, "a"), chain_of(pool, "b")
     pool.release(a)
     pool.release(b)
@@ -137,7 +137,7 @@ def test_what_was_used_again_is_evicted_later() -> None:
 def test_nothing_is_lost_whatever_happens() -> None:  # bug: 18
     """Random holders with shared chains: after each action every block is in exactly one state."""
     rng = random.Random(0)
-    pool, holders, number = BlockPool(12, 4), list[list[int]](), 0
+    pool, holders, number = BlockPool(12), list[list[int]](), 0
     for _ in range(3000):
         action = rng.random()
         if action < 0.5 and pool.available:
@@ -201,7 +201,7 @@ def test_a_key_depends_on_every_token_before_its_end_and_none_behind() -> None:
 
 def registered(tokens: list[int], size: int = 4) -> tuple[BlockPool, bytes]:
     """A pool that knows all full blocks of these tokens."""
-    pool, root = BlockPool(16, size), root_key(b"w", b"")
+    pool, root = BlockPool(16), root_key(b"w", b"")
     chain = Chain(root, tokens, size)
     blocks = pool.allocate(len(tokens) // size)
     for index, block in enumerate(blocks):
