@@ -7,12 +7,14 @@
 //    arithmetic would not hide behind the reads otherwise;
 //  * the context is cut into gridDim.x splits, each a block of its own, so that a
 //    few long requests still fill the GPU.  Their number is fixed (it is part of a
-//    CUDA graph), their length follows the context;
+//    CUDA graph), their length follows the context, and those past its end have
+//    nothing to do;
 //  * in a block each warp walks its own 16 tokens at a time, through its own two
 //    buffers: cp.async fills one while the warp works on the other.  No barrier but
 //    the warp's own until the warps join their results;
-//  * each split leaves (maximum, sum, unnormalised output), and decode_combine joins
-//    those: the online softmax works across splits as it does inside one.
+//  * each split leaves (maximum, sum, unnormalised output), and the block that is done
+//    last joins those: the online softmax works across splits as it does inside one.
+//    A kernel of its own for that would cost a launch in every layer.
 //
 // Requests with more than one new token are left to prefill_attention.cu.
 #include "attention.cuh"
@@ -20,12 +22,40 @@
 template <int kDim> constexpr int kWarps = kDim <= 128 ? 4 : 2;
 constexpr int kKeys = 16;
 
+// out[group][kDim] from the first `used` of part_out[group][splits][kDim] and their (maximum, sum).  Other SMs wrote
+// those, so they are read past this one's L1 cache.  stats: shared memory for group * used pairs.
+template <typename T, int kDim>
+__device__ __forceinline__ void join_splits(T* out, const float* part_out, const float2* part_max_sum, float2* stats,
+                                            int group, int splits, int used) {
+  for (int i = threadIdx.x; i < group * used; i += kWarps<kDim> * 32)
+    stats[i] = __ldcg(part_max_sum + i / used * splits + i % used);
+  __syncthreads();
+  for (int i = threadIdx.x * 4; i < group * kDim; i += kWarps<kDim> * 32 * 4) {
+    const float2* stat = stats + i / kDim * used;
+    const float* part = part_out + (long long)(i / kDim) * splits * kDim + i % kDim;
+    float top = -INFINITY, sum = 0, value[4] = {0, 0, 0, 0};
+    for (int s = 0; s < used; ++s) top = fmaxf(top, stat[s].x);
+#pragma unroll 8                                        // as many loads under way
+    for (int s = 0; s < used; ++s) {
+      const float4 x = __ldcg(reinterpret_cast<const float4*>(part + s * kDim));
+      const float weight = exp2f(stat[s].x - top);
+      sum += weight * stat[s].y;
+      value[0] += weight * x.x, value[1] += weight * x.y, value[2] += weight * x.z, value[3] += weight * x.w;
+    }
+    Vec<T, 4> y;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) y.v[j] = from_float<T>(value[j] / sum);
+    store_vec<T, 4>(out + i, y);
+  }
+}
+
 // At least 3 blocks on an SM: without a number ptxas may spill registers to fit in one more.
 template <typename T, int kDim, int kBlockSize, bool kSoftcap>
 __global__ void __launch_bounds__(kWarps<kDim> * 32, 3)
-decode_attention(T* __restrict__ out,                   // [T][q_heads][kDim]: written if there is one split only
+decode_attention(T* __restrict__ out,                   // [T][q_heads][kDim]
                  float* __restrict__ part_out,          // [requests][q_heads][splits][kDim]
-                 float* __restrict__ part_max_sum,      // [requests][q_heads][splits][2]
+                 float2* __restrict__ part_max_sum,     // [requests][q_heads][splits]
+                 u32* __restrict__ tickets,             // [requests][kv_heads]: 0 before and after
                  const T* __restrict__ q,               // [T][q_stride], heads first
                  const T* __restrict__ cache, const int* __restrict__ block_tables,
                  const int* __restrict__ table_starts, const int* __restrict__ context_lens,
@@ -43,7 +73,9 @@ decode_attention(T* __restrict__ out,                   // [T][q_heads][kDim]: w
 
   const int context = context_lens[request], first_key = max(0, context - window);
   const int whole = context - first_key / kKeys * kKeys;            // tokens from the first tile on
-  const int length = (whole + splits * kStep - 1) / (splits * kStep) * kStep;
+  const int length = max(1, (whole + splits * kStep - 1) / (splits * kStep)) * kStep;
+  const int used = max(1, (whole + length - 1) / length);           // splits that have something to do
+  if (split >= used) return;                                        // the same for the whole block
   const int begin = first_key / kKeys * kKeys + split * length, end = min(context, begin + length);
   const int* table = block_tables + table_starts[request];
   const T* head_cache = cache + kv_head * 2 * kBlockSize * kDim;
@@ -103,6 +135,9 @@ decode_attention(T* __restrict__ out,                   // [T][q_heads][kDim]: w
     if (t == 0) row[kDim] = attention.top[0][h], row[kDim + 1] = sum;
   }
   __syncthreads();
+  const int q_head = kv_head * group;                   // the group's first
+  const long long part = ((long long)request * kv_heads * group + q_head) * splits;                 // its first
+  T* target = out + ((long long)start * kv_heads * group + q_head) * kDim;
   for (int i = threadIdx.x; i < group * kDim; i += kWarps<kDim> * 32) {
     const int head = i / kDim, d = i % kDim;
     const float* row = joined + head * kJoinPitch;
@@ -111,38 +146,30 @@ decode_attention(T* __restrict__ out,                   // [T][q_heads][kDim]: w
     for (int w = 0; w < kWarps<kDim>; ++w) top = fmaxf(top, row[w * 16 * kJoinPitch + kDim]);
 #pragma unroll
     for (int w = 0; w < kWarps<kDim>; ++w) {
-      const float* part = row + w * 16 * kJoinPitch;
-      const float weight = part[kDim + 1] > 0 ? exp2f(part[kDim] - top) : 0;     // 0: a warp that saw no token
-      sum += weight * part[kDim + 1];
-      value += weight * part[d];
+      const float* other = row + w * 16 * kJoinPitch;
+      const float weight = other[kDim + 1] > 0 ? exp2f(other[kDim] - top) : 0;   // 0: a warp that saw no token
+      sum += weight * other[kDim + 1];
+      value += weight * other[d];
     }
-    const int q_heads = kv_heads * group, q_head = kv_head * group + head;
-    if (splits == 1) {
-      out[((long long)start * q_heads + q_head) * kDim + d] = from_float<T>(sum > 0 ? value / sum : 0.0f);
+    if (used == 1) {
+      target[i] = from_float<T>(sum == 0 ? 0.0f : value / sum);     // 0: padding, which has no token at all
     } else {
-      const long long part = ((long long)request * q_heads + q_head) * splits + split;
-      part_out[part * kDim + d] = value;
-      if (d == 0) part_max_sum[part * 2] = top, part_max_sum[part * 2 + 1] = sum;
+      part_out[(part + head * splits + split) * kDim + d] = value;
+      if (d == 0) part_max_sum[part + head * splits + split] = make_float2(top, sum);
     }
   }
-}
+  if (used == 1) return;
 
-template <typename T, int kDim>
-__global__ void __launch_bounds__(kDim)
-decode_combine(T* __restrict__ out,                     // [T][q_heads][kDim]
-               const float* __restrict__ part_out, const float* __restrict__ part_max_sum,
-               const int* __restrict__ query_starts, int splits) {
-  const int request = blockIdx.y, start = query_starts[request];
-  if (query_starts[request + 1] - start != 1) return;
-  const long long part = ((long long)request * gridDim.x + blockIdx.x) * splits;
-  const float* pair = part_max_sum + part * 2;
-  float top = -INFINITY, sum = 0, value = 0;
-  for (int s = 0; s < splits; ++s) top = fmaxf(top, pair[s * 2]);
-  for (int s = 0; s < splits; ++s) {
-    if (pair[s * 2 + 1] == 0) continue;                 // a split past the end of the context
-    const float weight = exp2f(pair[s * 2] - top);
-    sum += weight * pair[s * 2 + 1];
-    value += weight * part_out[(part + s) * kDim + threadIdx.x];
+  // The block that draws the last ticket joins the splits (as in the CUDA samples' threadFenceReduction).
+  __shared__ bool last;
+  __syncthreads();                                      // the block's part is written
+  if (threadIdx.x == 0) {
+    __threadfence();                                    // before its ticket is seen
+    last = atomicInc(&tickets[request * kv_heads + kv_head], used - 1) == used - 1;     // the last one makes it 0 again
+    __threadfence();                                    // nothing is read before the ticket is drawn
   }
-  out[((long long)start * gridDim.x + blockIdx.x) * kDim + threadIdx.x] = from_float<T>(sum > 0 ? value / sum : 0.0f);
+  __syncthreads();
+  if (last)
+    join_splits<T, kDim>(target, part_out + part * kDim, part_max_sum + part, reinterpret_cast<float2*>(shared), group,
+                         splits, used);
 }

@@ -8,6 +8,7 @@ import numpy as np
 
 from minserve.backend.base import Heads
 from minserve.backend.cuda_backend import ops
+from minserve.backend.cuda_backend.attention import Attention, Scratch
 from minserve.backend.cuda_backend.weights import BITS, Rope
 from tests.gpu.bench import COMPUTE, Bench, Case, Launch, launch, step
 
@@ -67,11 +68,11 @@ def attend(b: Bench, h: Heads, counts: list[int], contexts: list[int]) -> Case:
     }
     tokens, size = sum(counts), int(ends[-1]) * 16 * h.kv * h.dim * 4
     qkv, out = b.buffer(tokens, h.cols), b.buffer(tokens, h.q * h.dim)
-    parts = b.cp.empty(ops.Attention.part_words(b.m, h, len(counts)), np.float32)
+    scratch = Scratch.make(b.m, [h], len(counts))
     at = step(tokens, inputs, max(counts), len(counts))
     copies = b.copies(size) if max(counts) == 1 else 1
     caches = [b.bytes(size).view(np.uint16) for _ in range(copies)]
-    launches = [launch(ops.Attention(b.m, out, qkv, h, cache, parts), at) for cache in caches]
+    launches = [launch(Attention(b.m, out, qkv, h, cache, scratch), at) for cache in caches]
     pairs = sum((2 * context - count + 1) * count // 2 for count, context in zip(counts, contexts, strict=True))
     moved = sum(contexts) * h.kv * h.dim * 4 + 4 * tokens * h.q * h.dim
     name = "decode_attention" if max(counts) == 1 else "prefill_attention"

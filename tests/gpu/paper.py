@@ -15,6 +15,7 @@ import numpy as np
 
 from minserve.backend.base import Heads, StepLimits
 from minserve.backend.cuda_backend import ops
+from minserve.backend.cuda_backend.attention import Attention, Scratch, decode_launch, decode_splits
 from minserve.backend.cuda_backend.kernels import Kernels
 from minserve.backend.cuda_backend.lowering import Lowering
 from minserve.backend.cuda_backend.ops import Buffer, Machine
@@ -105,12 +106,13 @@ class PaperBackend:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Bytes to and from memory, FLOPs, and the launches it takes."""
+    """Bytes to and from memory, FLOPs, and the launches it takes; joins: whether its last block joins splits."""
 
     name: str
     bytes: int
     flops: int = 0
     kernels: int = 1
+    joins: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +138,8 @@ class PaperProgram:
         recorder, caches = Recorder(), [empty(1) for _ in model.spec.kv]
         output: Any = model.forward(recorder, None, caches)
         limits = StepLimits(8192, 256, 256, model.spec.max_model_len, 1)
-        self.instructions = Lowering(self.machine, recorder, output, empty(1)).finish(limits).instructions
+        scratch = Scratch(empty(1), empty(1))
+        self.instructions = Lowering(self.machine, recorder, output, scratch).finish(limits).instructions
         self.spec = model.spec
 
     def works(self, load: Load) -> list[Work]:
@@ -180,19 +183,24 @@ class PaperProgram:
         rotated = (i._heads.q + i._heads.kv) * 2 * i._rope.half
         yield Work("rope_kv", load.tokens * (4 * i._heads.cols + 8 * i._rope.half), load.tokens * 3 * rotated)
 
-    def _Attention(self, i: ops.Attention, load: Load) -> Iterator[Work]:
+    def _Attention(self, i: Attention, load: Load) -> Iterator[Work]:
         h, requests = i._heads, list(zip(load.counts, load.contexts, strict=True))
         chunks = [(count, context) for count, context in requests if count > 1]
         singles = [(count, context) for count, context in requests if count == 1]
         if chunks:
             yield Work("prefill_attention", *attended(h, chunks))
         if singles:
-            splits = ops.decode_splits(self.machine, h, len(requests))
-            moved, flops = attended(h, singles)
-            parts = len(singles) * h.q * splits * (h.dim + 2) * 4 if splits > 1 else 0
-            yield Work("decode_attention", moved + parts, flops)
-            if splits > 1:
-                yield Work("decode_combine", parts + 2 * len(singles) * h.q * h.dim, parts // 2)
+            splits, (moved, flops) = decode_splits(self.machine, h, len(requests)), attended(h, singles)
+            used = [count for _, context in singles if (count := used_splits(h, context, splits)) > 1]
+            parts = sum(used) * h.q * (h.dim + 2) * 4  # written, and read by the block that joins them
+            yield Work("decode_attention", moved + 2 * parts, flops + parts // 2, joins=bool(used))
+
+
+def used_splits(h: Heads, context: int, splits: int) -> int:
+    """Splits that get any tokens of a context, as decode_attention.cu cuts it."""
+    tokens = decode_launch(h.dim)[0] // 2  # 16 for each warp
+    whole = context - max(0, context - (h.window or context)) // 16 * 16
+    return ops.cdiv(whole, ops.cdiv(whole, splits * tokens) * tokens)
 
 
 def attended(h: Heads, requests: Sequence[tuple[int, int]]) -> tuple[int, int]:

@@ -44,9 +44,7 @@ def run(target: Target, peaks: Peaks, report: Report, spare: float) -> None:
                 rate, speed = case.bytes / took, case.flops / took
                 shares = f"{rate / peaks.bandwidth:.0%}", f"{speed / peaks.flops:.0%}"
                 table.rows.append((case.name, case.shape, took * 1e6, rate / 1e9, shares[0], speed / 1e12, shares[1]))
-    report.skip(
-        "speed of decode_combine, dequantize and copy_blocks alone", "part of attention, of products, of the copy"
-    )
+    report.skip("speed of dequantize and copy_blocks alone", "part of products, of the copy")
     with report.section("speed: sampling") as go:
         if go:
             sampling(bench, report)
@@ -69,7 +67,7 @@ def sampling(b: Bench, report: Report) -> None:
             seconds = []
             for _ in range(1 if b.tiny else 20):
                 began = time.perf_counter()
-                sampler.draw(logits, batch, at, adjusted)
+                sampler.wait(batch.sampling, sampler.draw(logits, batch, at, adjusted))
                 seconds.append(time.perf_counter() - began)
             took = min(seconds)
             table.rows.append((rows, name, took * 1e6, rows * vocab * moved / took / 1e9))

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from minserve.backend.base import Heads
-from minserve.backend.cuda_backend import ops
+from minserve.backend.cuda_backend.attention import Attention, Scratch
 from tests.simt import reference
 from tests.simt.kit import Check, Kit, normal, step_of
 
@@ -27,6 +27,7 @@ class Case:
     sms: int = 4
     max_model_len: int = 512
     size: float = 1.0  # of keys and values; queries are smaller by as much
+    steps: int = 1  # the same one again, as a graph replays it
 
 
 def attention(kit: Kit, case: Case) -> None:
@@ -49,8 +50,10 @@ def attention(kit: Kit, case: Case) -> None:
         "context_lens": kit.ints(case.contexts),
         "query_starts": kit.ints(np.cumsum([0, *case.counts])),
     }
-    parts = kit.cp.empty(ops.Attention.part_words(m, h, len(case.counts)), np.float32)
-    kit.run(m, ops.Attention(m, out, qkv, h, cache, parts), step_of(tokens, inputs=inputs, counts=case.counts))
+    instruction = Attention(m, out, qkv, h, cache, Scratch.make(m, [h], len(case.counts)))
+    for _ in range(case.steps):
+        out.array.fill(np.nan if kit.compute == "half" else 0x7FC0)
+        kit.run(m, instruction, step_of(tokens, inputs=inputs, counts=case.counts))
 
     q, held = kit.host(qkv.array)[:, : h.q * h.dim].reshape(tokens, h.q, h.dim), kit.host(cache)
     want, start = np.zeros((tokens, h.q * h.dim)), 0
@@ -79,6 +82,7 @@ DECODE = {
     "padding": Case(heads(4, 2, 64), [1] * 4, [5, 0, 70, 0]),
     "padding, one split": Case(heads(4, 2, 64), [1] * 4, [5, 0, 70, 0], sms=1),
     "many splits": Case(heads(2, 1, 64), [1], [509], sms=40),
+    "splits, step after step": Case(heads(4, 2, 64), [1] * 3, [300, 20, 130], steps=3),
     "more splits than tokens": Case(heads(2, 1, 64), [1], [3], sms=40),
     "small blocks": Case(heads(4, 2, 32), [1] * 2, [37, 130], block_size=8),
     "odd blocks": Case(heads(4, 2, 32), [1] * 2, [37, 130], block_size=5),
@@ -91,6 +95,7 @@ DECODE = {
     "window and softcap, D=256": Case(heads(4, 1, 256, window=33, softcap=2.0), [1] * 2, [100, 7]),
     "large scores": Case(SHARP, [1] * 2, [300, 77], sms=1),
     "large scores, splits": Case(SHARP, [1] * 2, [300, 77]),
+    "enormous scores, splits": Case(Heads(16, 1, 64, 500.0), [1], [300]),  # no head's maximum will do for another
     "large keys": Case(heads(4, 2, 64), [1], [300], sms=1, size=32.0),  # seen as a float, two of them are enormous
 }
 PREFILL = {

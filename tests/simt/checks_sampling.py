@@ -42,7 +42,8 @@ class Device:
         adjusted, shape = adjusted_rows(sampling), Shape(batch.num_tokens, batch.num_requests, batch.num_rows)
         step = self._staging.upload(batch, shape, adjusted, self._kit.cp.cuda.get_current_stream())
         self._sampler.reset(resets, step.resets)
-        return self._sampler.draw(self._kit.array(logits, "float"), batch, step, adjusted)
+        described = self._sampler.draw(self._kit.array(logits, "float"), batch, step, adjusted)
+        return self._sampler.wait(sampling, described)
 
     def counts(self, seat: int) -> npt.NDArray[np.uint16]:
         """[V]: bit 15 = in the prompt, the rest = how often in the output."""

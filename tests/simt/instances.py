@@ -20,8 +20,7 @@ def _attention(dims: tuple[int, ...], block_size: int, types: tuple[str, ...] = 
     softcaps = [f"{page},{softcap}>" for page, softcap in product(pages, FLAGS)]
     return {
         "rope_kv": [f"rope_kv{page}>" for page in pages],
-        "decode_attention": [f"decode_attention{parameters}" for parameters in softcaps]
-        + [f"decode_combine<{t},{d}>" for t, d in product(types, dims)],
+        "decode_attention": [f"decode_attention{parameters}" for parameters in softcaps],
         "prefill_attention": [f"prefill_attention{parameters}" for parameters in softcaps],
     }
 

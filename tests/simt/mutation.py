@@ -1,8 +1,8 @@
 """Break the kernels on purpose, one place at a time, and see whether the checks notice.
 
-Owns the kinds of mutants (a barrier or wait dropped, a comparison flipped, an index or a step from a pointer shifted by
-one) and which checks belong to which file; survivors.py says why each survivor does no harm. scripts/mutate_kernels is
-its command; it takes more than an hour on two cores and is no part of the test suite.
+Owns the kinds of mutants (a barrier, fence or wait dropped, a comparison flipped, an index or a step from a pointer
+shifted by one) and which checks belong to which file; survivors.py says why each survivor does no harm.
+scripts/mutate_kernels is its command; it takes more than an hour on two cores and is no part of the test suite.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Mutant:
 
 # ---- making mutants ----------------------------------------------------------------
 FLIPPED = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "=="}
-_WAIT = re.compile(r"__syncthreads\(\);|__syncwarp\(\);|cp_async_wait<\d>\(\);|cp_async_commit\(\);")
+_WAIT = re.compile(r"__syncthreads\(\);|__syncwarp\(\);|__threadfence\(\);|cp_async_wait<\d>\(\);|cp_async_commit\(\);")
 _COMPARISON = re.compile(r"(?<= )(<=|>=|==|!=|<|>)(?= )")
 _DECLARED = re.compile(
     r"\s*(?:extern\s+|const\s+|constexpr\s+|static\s+)*(?:__shared__|struct|template|float|int|bool|char|u8|u16|u32|u64|half|bf16|T|Vec<[^=]*?>)\s[^=]*$"

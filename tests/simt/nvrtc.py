@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from minserve.backend.cuda_backend.attention import decode_launch, prefill_launch
 from minserve.backend.cuda_backend.kernels import flatten
-from minserve.backend.cuda_backend.ops import decode_launch, prefill_launch
 from tests.simt.emulator import cache_folder
 
 MISSING = "NVRTC is not installed: `pip install -e '.[cuda-dev]'`"
@@ -137,8 +137,6 @@ def _usage(log: str, symbol: str) -> Usage:
 def launch_shape(file: str, name: str) -> tuple[int, int]:
     """Threads of a block, and its dynamic shared memory (for norms: of 4096 columns)."""
     parameters = name[name.find("<") + 1 : -1].split(",")
-    if name.startswith("decode_combine"):
-        return int(parameters[1]), 0
     if file == "decode_attention":
         return decode_launch(int(parameters[1]))
     if file == "prefill_attention":

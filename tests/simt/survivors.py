@@ -4,6 +4,7 @@ _SKIP = (
     "prefill_attention.cu: if (first_row + warp_row > last_row || begin > warp_last || "
     "end <= warp_first - window + 1) continue;"
 )
+_FENCE = "the emulator runs block after block, so that all see each other's writes; a GPU needs it"
 _EDGES = "decode_attention.cu: scale, softcap, token0 < first_key || token0 + kKeys > end,"
 
 SURVIVORS: dict[str, str] = {
@@ -25,12 +26,14 @@ SURVIVORS: dict[str, str] = {
     ),
     "decode_attention.cu: query[k][i] = row < group ? *reinterpret_cast<const u32*>(q_rows + row * kDim + k * 16 + "
     "i / 2 * 8 + 2 * t) : 0; | at 18: < -> <=": "one row more is computed, from valid memory, and not written",
-    "decode_attention.cu: if (d == 0) part_max_sum[part * 2] = top, part_max_sum[part * 2 + 1] = sum; "
+    "decode_attention.cu: if (d == 0) part_max_sum[part + head * splits + split] = make_float2(top, sum); "
     "| at 6: == -> !=": ("the other threads write the same two numbers"),
-    "decode_attention.cu: out[((long long)start * gridDim.x + blockIdx.x) * kDim + threadIdx.x] = "
-    "from_float<T>(sum > 0 ? value / sum : 0.0f); | at 90: > -> >=": (
-        "a request with a token has a key: the sum is never 0"
-    ),
+    "decode_attention.cu: __syncthreads();                                      // the block's part is written "
+    "| at 0: __syncthreads(); -> ;": _FENCE,
+    "decode_attention.cu: __threadfence();                                    // before its ticket is seen "
+    "| at 0: __threadfence(); -> ;": _FENCE,
+    "decode_attention.cu: __threadfence();                                    // nothing is read before the ticket is "
+    "drawn | at 0: __threadfence(); -> ;": _FENCE,
     "skinny_gemm.cu: for (int base = warp; base < chunks; base += kWarps * kAhead) { | at 27: < -> <=": (
         "a round that loads nothing and breaks off"
     ),

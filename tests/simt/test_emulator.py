@@ -15,7 +15,7 @@ import pytest
 
 from minserve.backend.cuda_backend.kernels import flatten
 from tests.simt import emulator, fakecupy
-from tests.simt.emulator import KernelError, SimKernel, SimRawModule, plain_kernels, rewrite_shared
+from tests.simt.emulator import ORDERS, KernelError, SimKernel, SimRawModule, plain_kernels, rewrite_shared
 
 pytestmark = pytest.mark.simt
 
@@ -85,6 +85,20 @@ class TestWhatItComputes:
                   if (last && threadIdx.x == 0) for (int i = 0; i < gridDim.x; ++i) *out += part[i];"""
         run(body, 32, part, count, out, grid=8, parameters="float* part, unsigned* count, float* out")
         assert out[0] == 28
+
+    def test_every_block_runs_once_and_each_schedule_has_an_order_of_its_own(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for blocks in (1, 2, 7, 30):
+            seen = []
+            for schedule in ORDERS:
+                monkeypatch.setattr(SimRawModule, "order", schedule)
+                out, count = np.zeros(blocks, np.int32), np.zeros(1, np.int32)
+                body, parameters = "out[atomicAdd(count, 1)] = blockIdx.x;", "int* out, int* count"
+                run(body, 1, out, count, grid=blocks, parameters=parameters)
+                seen.append(out.tolist())
+            assert all(sorted(order) == list(range(blocks)) for order in seen)
+            assert blocks < 7 or len(set(map(tuple, seen))) == 3
 
     @pytest.mark.parametrize("type", ["half", "__nv_bfloat16"])
     def test_16_bit_numbers_round_as_numpy_does(self, type: str) -> None:

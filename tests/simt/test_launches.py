@@ -14,6 +14,7 @@ import pytest
 
 from minserve.backend.base import Heads
 from minserve.backend.cuda_backend import ops
+from minserve.backend.cuda_backend.attention import Attention, Scratch, decode_splits
 from minserve.backend.cuda_backend.backend import MAX_REQUESTS
 from minserve.backend.cuda_backend.kernels import Kernels
 from minserve.backend.cuda_backend.ops import Buffer, Instruction, Machine, Scale
@@ -105,17 +106,17 @@ def cases(m: Machine) -> Iterator[tuple[str, Instruction, Step, dict[str, int]]]
         yield "skinny_gemm", linear, step(5), {"n": out.cols, "glu": glu}
     quantized = Matrix("Int8", 72, d, None)
     yield "dequantize", ops.Linear(m, buffer(72), x, quantized), at, {"n": 72, "k": d}
+    scratch = Scratch(np.empty(1 << 20), None)
     for dim in (96, 256):
         heads = Heads(6, 2, dim, 1.0)
         sizes = {"H": 6, "KV": 2, "D": dim, "T": tokens, "R": 3}
         rope = ops.RopeKV(m, buffer(heads.cols), heads, Rope(None, None, dim // 2, 512), None)
         yield "rope_kv", rope, at, sizes
-        attention = ops.Attention(m, buffer(6 * dim), buffer(heads.cols), heads, None, np.empty(1 << 20))
+        attention = Attention(m, buffer(6 * dim), buffer(heads.cols), heads, None, scratch)
         yield "prefill_attention", attention, step(tokens, 3, longest=100), sizes | {"rows": 300}
-        splits = ops.decode_splits(m, heads, 3)
+        splits = decode_splits(m, heads, 3)
         assert splits > 1
         yield "decode_attention", attention, step(3, 3), sizes | {"splits": splits}
-        yield "decode_combine", attention, step(3, 3), sizes
 
 
 def test_the_readmes_grids_and_threads_are_those_that_are_launched() -> None:

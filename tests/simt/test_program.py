@@ -17,6 +17,7 @@ from minserve.assemble import size_cache, step_limits
 from minserve.backend.base import BackendError, Heads, KVSpec, ModelSpec, StepLimits
 from minserve.backend.cuda_backend import backend as cuda
 from minserve.backend.cuda_backend import ops
+from minserve.backend.cuda_backend.attention import Attention, Scratch
 from minserve.backend.cuda_backend.backend import CudaBackend
 from minserve.backend.cuda_backend.lowering import Lowering, live_ranges
 from minserve.backend.cuda_backend.program import CudaProgram, buckets
@@ -501,7 +502,7 @@ class TestBackend:
             backend.build(lambda ops, batch, kv: None, spec, replace(LIMITS, max_requests=65536))
         machine, buffer = backend.machine(LIMITS), ops.Buffer("half", 16 * 19, False)
         with pytest.raises(BackendError, match="17 query heads on 1 key heads: a GPU takes at most 16"):
-            ops.Attention(machine, buffer, buffer, Heads(17, 1, 16, 1.0), None, None)
+            Attention(machine, buffer, buffer, Heads(17, 1, 16, 1.0), None, Scratch(None, None))
         with pytest.raises(BackendError, match="odd: 36 columns; the CUDA kernels need a multiple of 8"):
             backend.prepare_linear([HostTensor.from_array("odd", normal(0, 4, 36))])
 

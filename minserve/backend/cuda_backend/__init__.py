@@ -1,7 +1,7 @@
 """The CUDA backend: raw kernels (kernels_cuda/*.cu) through CuPy, cuBLAS through ctypes, decode steps as CUDA graphs.
 
-Reading order: ops.py (what each operation launches), lowering.py (what is fused), program.py (how a step runs), then
-sampler.py, step.py and weights.py. Needs NumPy and CuPy 13 or later, nothing else.
+Reading order: ops.py and attention.py (what each operation launches), lowering.py (what is fused), program.py (how a
+step runs), then sampler.py, step.py and weights.py. Needs NumPy and CuPy 13 or later, nothing else.
 """
 
 from __future__ import annotations

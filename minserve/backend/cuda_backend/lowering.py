@@ -16,6 +16,7 @@ import numpy as np
 
 from minserve.backend.base import StepLimits
 from minserve.backend.cuda_backend import ops
+from minserve.backend.cuda_backend.attention import Attention
 from minserve.backend.cuda_backend.ops import Buffer, Instruction, Machine, Scale
 from minserve.backend.cuda_backend.recorder import Recorder, Value
 
@@ -34,11 +35,11 @@ class Lowered:
 
 
 class Lowering:
-    def __init__(self, machine: Machine, recorder: Recorder, output: Value, parts: Any) -> None:
-        """parts: scratch for attention, shared by all layers."""
+    def __init__(self, machine: Machine, recorder: Recorder, output: Value, scratch: Any) -> None:
+        """scratch: attention.Scratch; None if nothing will be launched."""
         if output.op != "linear" or not output.sampled:
             raise ValueError("a forward pass must end with a linear layer on the rows of take")
-        self._m, self._output, self._parts = machine, output, parts
+        self._m, self._output, self._scratch = machine, output, scratch
         self._users, self._sole_user = recorder.users, recorder.sole_user
         self._buffers: dict[int, Buffer] = {}  # by id of the value
         self._uses: list[tuple[Instruction, list[Buffer]]] = []
@@ -148,7 +149,7 @@ class Lowering:
 
     def _attention(self, v: Value) -> None:
         out, q = self._buffer(v), self._buffer(v.inputs[0])
-        self._emit(ops.Attention(self._m, out, q, v.heads, v.cache, self._parts), out, q)
+        self._emit(Attention(self._m, out, q, v.heads, v.cache, self._scratch), out, q)
 
     # -- memory ----------------------------------------------------------------
     def arenas(self, limits: StepLimits) -> tuple[list[int], list[tuple[Buffer, int]]]:

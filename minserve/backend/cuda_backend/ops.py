@@ -1,4 +1,4 @@
-"""What each operation launches: the grids, the arguments and the choice between kernels.
+"""What each operation but attention launches: the grids, the arguments and the choice between kernels.
 
 Owns one class per instruction of a lowered forward pass; calling it with a Step launches its kernels on the current
 stream. Everything an instruction needs is fixed when it is made, so that a call can be captured. It must not know the
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from minserve.backend.base import BackendError, Heads
+from minserve.backend.base import Heads
 from minserve.backend.cuda_backend.blas import Blas, Output
 from minserve.backend.cuda_backend.kernels import Kernels
 from minserve.backend.cuda_backend.step import Step
@@ -25,9 +25,6 @@ Instruction = Callable[[Step], None]
 # about 8 rows on. Quantized: cuBLAS needs dequantized weights, 8 times the traffic of Int4.
 SKINNY_ROWS = {"Dense": 8, "Int8": 16, "Int4": 16, "Int4Min": 16}
 SLAB_BYTES = 16 << 20  # dequantized weights at a time: cuBLAS then finds them in the L2 cache
-NO_WINDOW = 1 << 30
-MAX_GROUP = 16  # query heads on one key head: the rows of decode_attention.cu's mma tile
-DECODE_TOKENS = 64  # tokens that a block of decode_attention.cu takes in at once; 32 for large heads
 ACTIVATIONS = {None: "kNone", "silu": "kSilu", "gelu": "kGelu"}
 i32, f32 = np.int32, np.float32
 
@@ -234,70 +231,3 @@ class RopeKV:
         tables = rope.cos, rope.sin, step.inputs["positions"], step.inputs["slots"]
         sizes = i32(h.q), i32(h.kv), i32(rope.half)
         self._kernel(grid, 128, self._qkv.array, self._cache, *self._weights, *tables, *sizes, self._eps)
-
-
-def decode_splits(m: Machine, heads: Heads, requests: int) -> int:
-    """Parts a request's context is cut into: enough for two blocks on every multiprocessor, at most one per step."""
-    span = m.max_model_len if heads.window is None else min(m.max_model_len, heads.window + DECODE_TOKENS)
-    wanted = cdiv(2 * m.sms, heads.kv * requests)
-    return max(1, min(wanted, cdiv(span, DECODE_TOKENS), 64))
-
-
-def decode_launch(dim: int) -> tuple[int, int]:
-    """Threads and bytes of shared memory of decode_attention.cu: two tiles of 16 keys and values for each warp."""
-    warps = 4 if dim <= 128 else 2
-    return 32 * warps, warps * 4 * 16 * row_bytes(dim)
-
-
-def prefill_launch(dim: int) -> tuple[int, int]:
-    """Query rows of a block of prefill_attention.cu and its bytes of shared memory: those, two tiles of 32 keys."""
-    rows = 128 if dim <= 128 else 64
-    return rows, (rows + 4 * 32) * row_bytes(dim)
-
-
-def row_bytes(dim: int) -> int:
-    """kPitch of attention.cuh."""
-    return 2 * (dim + 8)
-
-
-class Attention:
-    """Requests with one new token through decode_attention.cu, the others through prefill_attention.cu."""
-
-    def __init__(self, m: Machine, out: Buffer, q: Buffer, heads: Heads, cache: Any, parts: Any) -> None:
-        """parts: float32 scratch, see part_words."""
-        if heads.q // heads.kv > MAX_GROUP:
-            raise BackendError(f"{heads.q} query heads on {heads.kv} key heads: a GPU takes at most {MAX_GROUP} on one")
-        self._m, self._out, self._q, self._heads, self._cache, self._parts = m, out, q, heads, cache, parts
-        softcap = heads.softcap is not None
-        self._decode_threads, self._decode_shared = decode_launch(heads.dim)
-        self._prefill_rows, self._prefill_shared = prefill_launch(heads.dim)
-        parameters = m.compute, heads.dim, m.block_size, softcap
-        file = "decode_attention"
-        self._decode = m.kernels.get(file, "decode_attention", *parameters, shared=self._decode_shared)
-        self._combine = m.kernels.get(file, "decode_combine", m.compute, heads.dim)
-        file = "prefill_attention"
-        self._prefill = m.kernels.get(file, "prefill_attention", *parameters, shared=self._prefill_shared)
-
-    @staticmethod
-    def part_words(m: Machine, heads: Heads, max_requests: int) -> int:
-        """float32 words of scratch that partial results of any number of requests need."""
-        most = max(decode_splits(m, heads, r) * r for r in range(1, max_requests + 1))
-        return most * heads.q * (heads.dim + 2)
-
-    def __call__(self, step: Step) -> None:
-        h, inputs, requests = self._heads, step.inputs, step.shape.requests
-        batch = inputs["block_tables"], inputs["table_starts"], inputs["context_lens"], inputs["query_starts"]
-        sizes = i32(self._q.cols), i32(h.q // h.kv), i32(h.kv), i32(h.window or NO_WINDOW)
-        rest = self._q.array, self._cache, *batch, *sizes, f32(h.scale), f32(h.softcap or 0)
-        if step.longest > 1:
-            grid = (cdiv(step.longest * (h.q // h.kv), self._prefill_rows), h.kv, requests)
-            self._prefill(grid, 128, self._out.array, *rest, shared=self._prefill_shared)
-        if step.singles:
-            splits = decode_splits(self._m, h, requests)
-            most = requests * h.q * splits * h.dim
-            parts, stats = self._parts[:most], self._parts[most:]
-            grid, outputs = (splits, h.kv, requests), (self._out.array, parts, stats)
-            self._decode(grid, self._decode_threads, *outputs, *rest, shared=self._decode_shared)
-            if splits > 1:
-                arguments = self._out.array, parts, stats, inputs["query_starts"], i32(splits)
-                self._combine((h.q, requests), h.dim, *arguments)

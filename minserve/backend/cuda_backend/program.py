@@ -7,15 +7,17 @@ same instructions one by one. It must not know the model: what it does was recor
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from minserve.backend.base import Forward, KVSpec, ModelSpec, StepLimits
+from minserve.backend.cuda_backend.attention import Scratch
 from minserve.backend.cuda_backend.kernels import Progress
 from minserve.backend.cuda_backend.lowering import DTYPES, Lowering
-from minserve.backend.cuda_backend.ops import Attention, Machine
+from minserve.backend.cuda_backend.ops import Machine
 from minserve.backend.cuda_backend.recorder import Recorder
 from minserve.backend.cuda_backend.sampler import Sampler, adjusted_rows
 from minserve.backend.cuda_backend.step import Shape, Staging, Step, check
@@ -61,8 +63,8 @@ class CudaProgram:
         self._caches = [cp.empty(cache_shape(kv, limits.num_blocks, m.block_size), dtype) for kv in spec.kv]
         recorder = Recorder()
         output = forward(recorder, None, self._caches)
-        self._parts = cp.empty(part_words(m, recorder, limits), np.float32)
-        self._lowered = Lowering(m, recorder, output, self._parts).finish(limits)
+        self._scratch = Scratch.make(m, recorder.attention_heads(), limits.max_requests)
+        self._lowered = Lowering(m, recorder, output, self._scratch).finish(limits)
         if output.cols != spec.vocab_size:
             raise ValueError(f"the forward pass returns {output.cols} columns, the vocabulary has {spec.vocab_size}")
         self._logits = self._lowered.logits.array
@@ -97,12 +99,16 @@ class CudaProgram:
 
     # -- running -----------------------------------------------------------------
     def run(self, batch: Batch) -> Sampled:
-        check_ids(batch.sampling, self._spec.vocab_size)
         with self._stream:
-            adjusted = adjusted_rows(batch.sampling)
-            step = self._forward(batch, adjusted)
-            self._sampler.reset(batch.resets, step.resets)
-            return self._sampler.draw(self._logits, batch, step, adjusted)
+            return self._sampler.wait(batch.sampling, self.queue(batch))
+
+    def queue(self, batch: Batch) -> Sequence[Any]:
+        """Everything of a step that the host does before it waits, on the current stream."""
+        check_ids(batch.sampling, self._spec.vocab_size)
+        adjusted = adjusted_rows(batch.sampling)
+        step = self._forward(batch, adjusted)
+        self._sampler.reset(batch.resets, step.resets)
+        return self._sampler.draw(self._logits, batch, step, adjusted)
 
     def logits(self, batch: Batch) -> Float32:
         with self._stream:
@@ -146,15 +152,9 @@ class CudaProgram:
         self._closed = True
         self._stream.synchronize()
         self._graphs.clear()
-        for name in ("_lowered", "_caches", "_logits", "_parts", "_sampler", "_staging", "_pools", "_block_bytes"):
+        for name in ("_lowered", "_caches", "_logits", "_scratch", "_sampler", "_staging", "_pools", "_block_bytes"):
             self.__dict__.pop(name, None)
         self._m.cp.get_default_memory_pool().free_all_blocks()
-
-
-def part_words(machine: Machine, recorder: Recorder, limits: StepLimits) -> int:
-    """float32 numbers that partial results of attention take, in the layer that needs most."""
-    heads = {v.heads for v in recorder.values if v.op == "attention"}
-    return max((Attention.part_words(machine, h, limits.max_requests) for h in heads), default=1)
 
 
 def scratch_memory(machine: Machine, forward: Forward, spec: ModelSpec, limits: StepLimits) -> int:
@@ -162,7 +162,8 @@ def scratch_memory(machine: Machine, forward: Forward, spec: ModelSpec, limits: 
     recorder = Recorder()
     output: Any = forward(recorder, None, [None] * len(spec.kv))
     arenas, _ = Lowering(machine, recorder, output, None).arenas(limits)
-    words = part_words(machine, recorder, limits) + Staging.words(limits, machine.block_size)
+    sizes = Scratch.sizes(machine, recorder.attention_heads(), limits.max_requests)
+    words = sum(sizes) + Staging.words(limits, machine.block_size)
     return sum(arenas) + 4 * words + Sampler.nbytes(limits, spec.vocab_size)
 
 

@@ -54,6 +54,10 @@ class Recorder:
         users = self.users[value]
         return users[0] if len(users) == 1 else None
 
+    def attention_heads(self) -> set[Heads]:
+        """Of all layers; each kind once."""
+        return {value.heads for value in self.values if value.op == "attention"}
+
     def _record(
         self, op: str, inputs: tuple[Value, ...], cols: int, *, sampled: bool = False, **attributes: Any
     ) -> Value:

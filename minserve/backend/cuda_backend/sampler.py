@@ -73,12 +73,11 @@ class Sampler:
             row = self._counts[reset.seat].view(np.uint32)
             self._reset((1,), THREADS, row, tokens, *lengths, i32(self._stride // 2))
 
-    def draw(self, logits: Any, batch: Batch, step: Step, adjusted: npt.NDArray[np.bool_]) -> Sampled:
-        """One token a row of logits [S, V], counted by seat; waits for the result."""
+    def draw(self, logits: Any, batch: Batch, step: Step, adjusted: npt.NDArray[np.bool_]) -> Sequence[Any]:
+        """Queue the draw of one token a row of logits [S, V], counted by seat. Returns what `wait` needs."""
         rows, arrays = batch.num_rows, batch.sampling
-        if rows == 0:  # wait all the same: the next step writes into this one's staging buffer
-            self._cp.cuda.get_current_stream().synchronize()
-            return Sampled(np.empty(0, np.int32), ())
+        if rows == 0:
+            return ()
         inputs, sizes = step.inputs, (i32(self._vocab), i32(self._stride))
         changes = adjusted.any()
         masks = self._upload_masks(arrays.mask) if changes and arrays.mask is not None else None
@@ -95,11 +94,14 @@ class Sampler:
             ]
             arguments = self._tokens, logits, self._adjusted, *flags, *knobs
             self._sample(grid, THREADS, *arguments, *sizes, i32(first))
-        described = self._describe(logits, arrays, step, rows)
-        tokens = self._host_tokens[:rows]
-        self._tokens[:rows].get(out=tokens, blocking=False)
+        self._tokens[:rows].get(out=self._host_tokens[:rows], blocking=False)
+        return self._describe(logits, arrays, step, rows)
+
+    def wait(self, arrays: SamplingArrays, described: Sequence[Any]) -> Sampled:
+        """Wait for the step, also if it has no rows: the next one writes into its staging buffer."""
         self._cp.cuda.get_current_stream().synchronize()
-        return Sampled(tokens.copy(), collect(tokens, arrays, described))
+        tokens = self._host_tokens[: len(arrays.targets)].copy()
+        return Sampled(tokens, collect(tokens, arrays, [array.get() for array in described]))
 
     def _upload_masks(self, mask: npt.NDArray[np.uint32]) -> Any:
         """The rows' masks on the device, from pinned memory of their own: with a bit for each word of the vocabulary
@@ -108,10 +110,11 @@ class Sampler:
         self._masks[: len(mask)].set(self._host_masks[: len(mask)])
         return self._masks
 
-    def _describe(self, logits: Any, arrays: SamplingArrays, step: Step, rows: int) -> list[npt.NDArray[Any]] | None:
-        """Log probabilities of the tokens [S], ids and log probabilities of the best [S, k], where a row wants any."""
+    def _describe(self, logits: Any, arrays: SamplingArrays, step: Step, rows: int) -> Sequence[Any]:
+        """Log probabilities of the tokens [S], ids and log probabilities of the best [S, k]; none if no row wants any.
+        They stay on the device."""
         if not ((arrays.logprobs >= 0) | (arrays.targets >= 0)).any():
-            return None
+            return ()
         k = max(1, min(int(arrays.logprobs.max()), self._vocab))
         out = [
             self._cp.empty(shape, t)
@@ -119,13 +122,13 @@ class Sampler:
         ]
         wanted = self._tokens, step.inputs["targets"], step.inputs["logprobs"]
         self._logprobs((rows,), THREADS, *out, logits, *wanted, i32(self._vocab), i32(k))
-        return [array.get() for array in out]
+        return out
 
 
 def collect(
-    tokens: npt.NDArray[np.int32], arrays: SamplingArrays, described: list[npt.NDArray[Any]] | None
+    tokens: npt.NDArray[np.int32], arrays: SamplingArrays, described: Sequence[npt.NDArray[Any]]
 ) -> tuple[TokenLogprob | None, ...]:
-    if described is None:
+    if not described:
         return (None,) * len(tokens)
     logprobs, ids, values = described
     out: list[TokenLogprob | None] = []

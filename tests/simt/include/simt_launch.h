@@ -47,8 +47,15 @@ SIMT_UNCHECKED inline void run_block(int order, unsigned seed) {
   self = nullptr;
 }
 
-// order: 0 in turn, 1 by priority from the last thread, 2 by random priority.  copies: see Block.  Returns 0, or 1 with a
-// message in `error`.
+// The k-th block to run.  A step that shares no factor with their number reaches each once.
+inline size_t block_at(size_t k, size_t blocks, int order, unsigned seed) {
+  size_t step = blocks / 3 + seed % blocks + 1;
+  while (std::gcd(step, blocks) != 1) ++step;
+  return order == 0 ? k : order == 1 ? blocks - 1 - k : (k * step + seed) % blocks;
+}
+
+// order: 0 in turn, 1 by priority from the last thread, 2 by random priority; blocks run from the first, from the last,
+// criss-cross.  copies: see Block.  Returns 0, or 1 with a message in `error`.
 inline int launch(void (*kernel)(void**), const unsigned* dims, size_t shared, void** args, int order,
                   unsigned seed, bool copies, char* error) {
   Block& b = block;
@@ -76,7 +83,7 @@ inline int launch(void (*kernel)(void**), const unsigned* dims, size_t shared, v
   error_text = error, failed = false;
   size_t blocks = size_t(b.grid.x) * b.grid.y * b.grid.z;
   for (size_t k = 0; k < blocks && !failed; ++k) {
-    size_t i = order == 1 ? blocks - 1 - k : k;
+    size_t i = block_at(k, blocks, order, seed);
     b.idx = dim3(i % b.grid.x, i / b.grid.x % b.grid.y, i / b.grid.x / b.grid.y);
     run_block(order, seed);
   }
