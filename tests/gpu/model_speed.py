@@ -9,7 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 from minserve.backend.base import Peaks, StepLimits
 from minserve.backend.cuda_backend.backend import CudaBackend
@@ -17,7 +18,9 @@ from minserve.backend.cuda_backend.program import CudaProgram
 from minserve.backend.cuda_backend.weights import Matrix
 from minserve.backend.tensor import Encoding, HostTensor
 from minserve.batch import Batch
+from minserve.batch_build import build_batch
 from minserve.models import load
+from minserve.request import Chunk, Pool, Request, SamplingParams, StepPlan
 from minserve.weights.dummy import PRESETS
 from tests.gpu.bench import COMPUTE, Bench
 from tests.gpu.machine import Target
@@ -26,7 +29,7 @@ from tests.gpu.report import Report, Table
 from tests.helpers import Part, make_batch
 
 CONTEXT, BATCHES = 1024, (1, 8, 64, 256)
-DECODE = ("model", "batch", "tokens/s", "ms a step", "ms in the graph", "ms outside", "roofline ms", "of roofline")
+DECODE = ("model", "batch", "tokens/s", "ms a step", "host ms", "graph ms", "sampling ms", "roofline ms", "of roofline")
 PREFILL = ("model", "prompts", "tokens in all", "tokens/s", "ms", "roofline ms", "of roofline")
 
 
@@ -58,9 +61,15 @@ def prompts(batch: int, each: int) -> Batch:
     return make_batch([Part(0, tokens, range(blocks * r, blocks * (r + 1)), seat=r) for r in range(batch)])
 
 
-def decode_batch(batch: int, context: int) -> Batch:
-    each = -(-(context + 64) // 16)
-    return make_batch([Part(context - 1, [5], range(each * r, each * (r + 1)), seat=r) for r in range(batch)])
+def decoding(batch: int, context: int) -> tuple[StepPlan, dict[str, Request]]:
+    """A step in which each of so many requests computes its last known token."""
+    each, params = -(-(context + 64) // 16), SamplingParams(max_tokens=64, temperature=0.0)
+    requests = {
+        f"{r}": Request(f"{r}", f"{r}", 0, Pool.INTERACTIVE, 0, context, [5] * context, params, seed=0, arrival=0.0,
+                        computed=context - 1, blocks=[*range(each * r, each * (r + 1))], seat=r)
+        for r in range(batch)
+    }  # fmt: skip
+    return StepPlan(0, tuple(Chunk(name, context - 1, 1, samples=1) for name in requests)), requests
 
 
 def best(work: Any, repeats: int) -> float:
@@ -89,22 +98,53 @@ class Subject:
     simulated: bool
 
 
-def decode(s: Subject, context: int, table: Table) -> float:
-    """Tokens/s. Outside of the graph are the host's work and sampling, whose kernels follow it."""
-    step, repeats = decode_batch(s.batch, context), 1 if s.simulated else 20
-    whole = best(lambda: s.running.run(step), repeats)
-    graph, stream = s.running._graphs[s.batch], s.running._stream
+class Marked:
+    """A graph between two events."""
 
-    def replays() -> None:
-        for _ in range(repeats):
-            graph.launch(stream)
-        stream.synchronize()
+    def __init__(self, cp: Any, graph: Any) -> None:
+        self._graph, self.before, self.after = graph, cp.cuda.Event(), cp.cuda.Event()
 
-    on_gpu = best(replays, 3) / repeats
+    def launch(self, stream: Any) -> None:
+        stream.record(self.before)
+        self._graph.launch(stream)
+        stream.record(self.after)
+
+
+class Times(NamedTuple):
+    """Seconds of a decode step. whole: until the host has its tokens. host: by its own clock, until it waits: to lay
+    out the batch, stage and launch. graph, sampling: on the device, between events, the latter with its download."""
+
+    whole: float
+    host: float
+    graph: float
+    sampling: float
+
+
+def decode_step(cp: Any, running: CudaProgram, batch: int, context: int) -> Times:
+    plan, requests = decoding(batch, context)
+    graphs, finished = running._graphs, cp.cuda.Event()
+    marked, graph = Marked(cp, graphs[batch]), graphs[batch]
+    graphs[batch] = marked
+    began = time.perf_counter()
+    step = build_batch(plan, requests, block_size=16, vocab_size=running._spec.vocab_size, copies=())
+    with running._stream as stream:
+        described = running.queue(step)
+        host = time.perf_counter() - began
+        stream.record(finished)
+        running._sampler.wait(step.sampling, described)
+    whole = time.perf_counter() - began
+    graphs[batch] = graph
+    on_device = (cp.cuda.get_elapsed_time(*pair) / 1e3 for pair in pairwise((marked.before, marked.after, finished)))
+    return Times(whole, host, *on_device)
+
+
+def decode(cp: Any, s: Subject, context: int, table: Table) -> float:
+    """Tokens/s of the best step."""
+    times = min(decode_step(cp, s.running, s.batch, context) for _ in range(1 if s.simulated else 20))
     works = [*s.paper.works(Load([1] * s.batch, [context] * s.batch)), sampling(s.batch, s.paper.spec.vocab_size)]
-    floor, rate = roofline(works, s.peaks), s.batch / whole
-    milliseconds = (whole * 1e3, on_gpu * 1e3, (whole - on_gpu) * 1e3, floor * 1e3)
-    table.rows.append((s.name, s.batch, rate, *milliseconds, f"{floor / whole:.0%}"))
+    floor, rate = roofline(works, s.peaks), s.batch / times.whole
+    milliseconds = (seconds * 1e3 for seconds in (*times, floor))
+    table.rows.append((s.name, s.batch, rate, *milliseconds, f"{floor / times.whole:.0%}"))
     return rate
 
 
@@ -142,7 +182,7 @@ def run(target: Target, peaks: Peaks, report: Report, presets: Sequence[str], sp
                 running = build(target, preset, batch, max(chunks), longest)
                 subject = Subject(preset, running, paper, batch, peaks, target.simulated)
                 try:
-                    reached.setdefault(preset, {})[batch] = decode(subject, context, decodes)
+                    reached.setdefault(preset, {})[batch] = decode(target.cp, subject, context, decodes)
                     for chunk in chunks:
                         prefill(subject, chunk, prefills)
                 finally:

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import time
 from collections import Counter, defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,9 +20,11 @@ from minserve.backend.cuda_backend import availability
 from minserve.backend.cuda_backend.kernels import Kernel
 from minserve.backend.cuda_backend.step import Shape, Step
 from minserve.backend.tensor import Encoding
+from minserve.batch_build import build_batch
 from tests.gpu import correctness, machine, main, model_speed, paper, predict, speed, torch_peer
 from tests.gpu.report import Report
-from tests.simt import emulator
+from tests.simt import emulator, fakecupy, fakestream
+from tests.simt.emulator import SimKernel
 from tests.simt.instances import INSTANCES
 
 needs_emulator = pytest.mark.skipif(emulator.missing() is not None, reason=str(emulator.missing()))
@@ -85,6 +88,32 @@ def test_every_batch_has_a_rate_of_decode_and_of_prefill() -> None:
     assert all(len(row) == len(table.columns) for table in report.tables for row in table.rows)
     assert reached == {"llama-tiny": {row[1]: row[2] for row in decodes.rows}}
     assert not report.failures
+
+
+@pytest.mark.simt
+@needs_emulator
+def test_host_graph_and_sampling_are_timed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is made slower by a time of its own; only that time is in its figure."""
+    replay, prepare = fakestream.Graph._replay, SimKernel.prepare
+
+    def slow(seconds: float, work: Any) -> Any:
+        def slower(*arguments: Any, **options: Any) -> Any:
+            time.sleep(seconds)
+            return work(*arguments, **options)
+
+        return slower
+
+    def slow_sampling(kernel: SimKernel, *arguments: Any) -> Any:
+        launch = prepare(kernel, *arguments)
+        return slow(0.5, launch) if kernel.name.startswith("sample<") else launch
+
+    running = model_speed.build(machine.emulator(), "llama-tiny", 2, 20, 40)
+    monkeypatch.setattr(model_speed, "build_batch", slow(0.1, build_batch))
+    monkeypatch.setattr(fakestream.Graph, "_replay", slow(0.25, replay))
+    monkeypatch.setattr(SimKernel, "prepare", slow_sampling)
+    times = model_speed.decode_step(fakecupy, running, 2, 40)
+    assert 0.1 <= times.host < 0.25 <= times.graph < 0.5 <= times.sampling < 0.75
+    assert times.whole >= times.host + times.graph + times.sampling
 
 
 def test_without_a_gpu_it_says_in_one_sentence_what_is_missing(

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from tests.simt import device_memory
 from tests.simt.emulator import KernelError, SimKernel, SimRawModule
-from tests.simt.fakestream import Event, Graph, Stream, current, nobody_captures, submit, submit_kernel
+from tests.simt.fakestream import Event, Graph, Stream, current, elapsed, nobody_captures, submit, submit_kernel
 
 TOTAL_MEMORY = 4 << 30
 
@@ -232,6 +232,7 @@ cuda = types.SimpleNamespace(
     Device=Device,
     runtime=_Runtime,
     get_current_stream=current,
+    get_elapsed_time=elapsed,
     alloc_pinned_memory=_pinned,
     is_available=lambda: True,
     memory=types.SimpleNamespace(OutOfMemoryError=OutOfMemoryError),

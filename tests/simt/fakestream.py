@@ -7,6 +7,7 @@ is launched. It must not know arrays; "owners" are whatever objects hold the mem
 from __future__ import annotations
 
 import itertools
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -91,6 +92,7 @@ class Stream:
 class Event:
     def __init__(self, block: bool = False, disable_timing: bool = False) -> None:
         self._mark, self._reached, self._stream = 0, 0, Stream.null
+        self._time = 0.0  # when it was reached
 
     def record(self, stream: Stream | None = None) -> None:
         self._stream = stream or current()
@@ -98,7 +100,7 @@ class Event:
         mark = self._mark
 
         def reach() -> None:
-            self._reached = mark
+            self._reached, self._time = mark, time.perf_counter()
 
         submit(reach, self._stream, (), "record")
 
@@ -113,6 +115,13 @@ class Event:
     def synchronize(self) -> None:
         current()._must_not_capture("synchronize")
         self._reach()
+
+
+def elapsed(start: Event, end: Event) -> float:
+    """Milliseconds between two events that have been reached."""
+    if not (start.done and end.done):
+        raise RuntimeError("the events have not been reached")
+    return (end._time - start._time) * 1e3
 
 
 def current() -> Stream:
