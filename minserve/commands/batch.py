@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from minserve.commands.options import fail, read_settings, settings_options
+from minserve.commands.options import fail, read_settings, server_url, settings_options
 
 
 @click.command()
@@ -17,7 +17,12 @@ from minserve.commands.options import fail, read_settings, settings_options
 @click.option("--model", help="Which model. [default: as configured]")
 @click.option("--concurrency", type=click.IntRange(min=1), help="Lines at once. [default: twice max-num-seqs]")
 @click.option("--api-key", envvar="MINSERVE_API_KEY", help="Whose account pays, where keys are configured.")
-@click.option("--url", help="A server that runs, as http://127.0.0.1:8000. [default: an engine of this process]")
+@click.option(
+    "--url",
+    type=server_url,
+    metavar="URL",
+    help="A server that runs, as http://127.0.0.1:8000. [default: an engine of this process]",
+)
 @settings_options
 def batch(
     source: Path,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import click
 import msgspec
 
-from minserve.commands.options import F, config_options, fail, moment, read_settings
+from minserve.commands.options import F, Number, Output, config_options, fail, moment, read_settings
 from minserve.config import Config
 from minserve.settings import data_dir
 
@@ -59,8 +60,8 @@ def ledger(what: str, by: str, form: Any, limit: int, **options: Any) -> None:
 
 @click.command()
 @click.argument("scenario", required=False, type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--price", type=click.FloatRange(min=0), help="What a user pays a month: shows the margin.")
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write the tail to this .svg file.")
+@click.option("--price", type=Number(0, math.inf, max_open=True), help="What a user pays a month: shows the margin.")
+@click.option("--plot", type=Output(), metavar="FILE", help="Write the tail to this .svg file.")
 @filter_options
 @config_options
 def cost(scenario: Path | None, price: float | None, plot: Path | None, **options: Any) -> None:

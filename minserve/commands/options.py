@@ -11,6 +11,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
+from urllib.parse import urlsplit
 
 import click
 
@@ -79,11 +80,8 @@ def reread_settings(options: dict[str, Any], model: str | None = None) -> Settin
     return load(options.get("file"), os.environ, flags)
 
 
-class Temperature(click.FloatRange):
-    """The type of an option: the range that a request's field may have. FloatRange alone lets NaN pass."""
-
-    def __init__(self) -> None:
-        super().__init__(min=0, max=2)
+class Number(click.FloatRange):
+    """The type of an option: a number within a range. FloatRange alone lets NaN pass."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number = float(super().convert(value, param, ctx))
@@ -92,13 +90,39 @@ class Temperature(click.FloatRange):
         return number
 
 
+TEMPERATURE = Number(0, 2)  # as a request's field
 SEED = click.IntRange(-(2**63), 2**63 - 1)  # as a request's field
+
+
+class Output(click.Path):
+    """The type of an option: a file to be written in the end, so it had better be possible."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False, writable=True, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = Path(super().convert(value, param, ctx))
+        if not path.parent.is_dir():
+            self.fail(f"there is no folder {str(path.parent)!r}", param, ctx)
+        return path
 
 
 def fail(message: str) -> NoReturn:
     """Say what is wrong and leave with status 2."""
     click.echo(f"minserve: {message}", err=True)
     sys.exit(2)
+
+
+def server_url(text: str) -> str:
+    """The type of an option: where a server is, without a slash at the end."""
+    try:
+        parts = urlsplit(text)
+        well = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of the port
+        well = False
+    if not well:
+        raise click.BadParameter(f"{text!r} is no server; write it as http://127.0.0.1:8000")
+    return text.rstrip("/")
 
 
 def duration(text: str) -> float:

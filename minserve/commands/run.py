@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from minserve.commands.options import SEED, Temperature, model_options, read_settings, reread_settings, settings_options
+from minserve.commands.options import SEED, TEMPERATURE, model_options, read_settings, reread_settings, settings_options
 from minserve.settings import FIELDS
 
 
@@ -27,7 +27,7 @@ def serve(model: str | None, **options: Any) -> None:
 @click.argument("prompt")
 @click.option("--model", help="Which model. [default: as configured]")
 @click.option("--max-new", type=click.IntRange(min=1), default=256, show_default=True, help="The most tokens to write.")
-@click.option("--temperature", type=Temperature(), default=0.0, show_default=True)
+@click.option("--temperature", type=TEMPERATURE, default=0.0, show_default=True)
 @click.option("--seed", type=SEED)
 @click.option("--system", help="A system prompt.")
 @click.option("--raw", is_flag=True, help="Continue the text instead of answering it (no chat template).")
@@ -46,7 +46,7 @@ def generate(prompt: str, model: str | None, **options: Any) -> None:
 @click.option(
     "--max-new", type=click.IntRange(min=1), default=512, show_default=True, help="The most tokens of an answer."
 )
-@click.option("--temperature", type=Temperature(), default=0.7, show_default=True)
+@click.option("--temperature", type=TEMPERATURE, default=0.7, show_default=True)
 @click.option("--seed", type=SEED)
 @click.option("--system", help="A system prompt.")
 @model_options

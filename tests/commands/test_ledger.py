@@ -126,6 +126,15 @@ def test_cost_of_the_ledger(invoke: Invoke, ledger: Ledger, tmp_path: Path) -> N
     assert (tmp_path / "tail.svg").read_text(encoding="utf-8").startswith("<svg")
 
 
+@pytest.mark.parametrize(
+    "option", ["--price=nan", "--price=inf", "--price=-1", "--plot=none/tail.svg", "--plot=tail.png"]
+)
+def test_what_cost_can_not_use_is_refused_by_name(invoke: Invoke, ledger: Ledger, option: str) -> None:
+    result = invoke("cost", option)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert option.partition("=")[0] in result.stderr
+
+
 async def test_who_was_refused_without_a_name_is_no_user(invoke: Invoke, ledger: Ledger) -> None:
     """Strangers would halve the mean, and the time over which they knocked would stretch what users cost."""
     known = invoke("cost").stdout

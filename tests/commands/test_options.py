@@ -7,7 +7,7 @@ import time
 import click
 import pytest
 
-from minserve.commands.options import duration, moment
+from minserve.commands.options import duration, moment, server_url
 
 
 @pytest.mark.parametrize(
@@ -29,3 +29,16 @@ def test_a_moment_is_a_time_ago_or_a_date() -> None:
     assert moment("2026-01-31T12:00+02:00") == 1769853600
     with pytest.raises(click.BadParameter, match="no time"):
         moment("yesterday")
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:8000/", "https://host", "http://[::1]:8000/v1"])
+def test_a_server_is_an_address(url: str) -> None:
+    assert server_url(url) == url.rstrip("/")
+
+
+@pytest.mark.parametrize(
+    "url", ["", "host", "host:8000", "ftp://host", "http://", "http://host:x", "http://[::1", "/v1"]
+)
+def test_what_is_no_address_of_a_server_is_refused(url: str) -> None:
+    with pytest.raises(click.BadParameter, match="is no server"):
+        server_url(url)
