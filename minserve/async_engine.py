@@ -24,7 +24,6 @@ from minserve.worker import Worker
 
 log = logging.getLogger("minserve.engine")
 
-
 GAVE_UP = frozenset({"engine_failed", "step_timeout"})  # codes of errors after which no call will do better
 
 

@@ -1,7 +1,7 @@
 """One step as arrays: the only thing that crosses from the event loop to the worker thread.
 
-Owns the array layout of a step and the counter-based random numbers. It must not know where requests come from
-(the scheduler fills it) nor what a backend does with it. A Batch is immutable once built.
+Owns the meaning of every array and the counter-based random numbers. It must not know where requests come from
+(`batch_build` fills it) nor what a backend does with it. A Batch is immutable once built.
 
 Shapes: T tokens, R requests in the step (one per chunk), B blocks in the longest block table, S logit rows.
 """

@@ -1,10 +1,10 @@
 """A plan as arrays: what `build_batch` lays out on the event loop and a backend reads on its thread.
 
-Owns the order of rows and the meaning of every array field. It must not know queues, blocks' owners or backends; it
-reads requests and changes nothing.
+Owns the order of tokens and of logit rows. It must not know queues, blocks' owners or backends; it reads requests and
+changes nothing.
 
-Logit rows of a chunk come in this order: scored rows, sampled rows, one row per fork. All arrays are small; this runs
-in every step, so lists are flattened once and positions and slots are computed for all chunks together.
+All arrays are small and this runs in every step: so lists are flattened once, and positions and slots are computed for
+all chunks together.
 """
 
 from __future__ import annotations

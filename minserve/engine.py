@@ -36,8 +36,6 @@ from minserve.transcript import Transcript
 log = logging.getLogger("minserve.engine")
 
 Observer = Callable[[StepRecord | RequestOutcome], None]
-
-
 Phase = Literal["queued", "prefill", "decode", "done"]
 
 

@@ -158,9 +158,10 @@ class View(NamedTuple):
 
     blocks: block ids held. own_blocks: those that would become free if it were preempted (no other holder).
     For a waiting request `computed` already counts the prefix-cache hit it would start from, `blocks` the shared
-    blocks of that hit and `free_hits` those among them that now count as free. limit: the most tokens it can ever
-    know. blocked: waits for another request's tokens (n > 1, or a prefix being computed right now). forks: ids of
-    waiting siblings that can start from its last prompt row. scored: its prompt rows need logits.
+    blocks of that hit and `free_hits` those among them that now count as free. age: steps since it was submitted.
+    limit: the most tokens it can ever know. blocked: waits for a prefix that another request computes right now.
+    forks: ids of waiting siblings that can start from its last prompt row. scored: positions [from, to) of the prompt
+    whose next token is to be scored. draft: tokens that are proposed to follow the known ones.
     """
 
     id: str
@@ -205,11 +206,11 @@ class StepPlan:
     """What one step will do. Pure data: planning changes no state.
 
     admitted: ids that leave the queue (forks included). preempted: ids that lose their blocks and go back to its
-    front. exhausted: ids that can't grow although they are alone; they finish with LENGTH. skipped: ids that
-    others overtake in this step: waiting ones, by a later request, and decodes that get no token so that others may
-    read their prompts. waits: why requests still wait, reason -> how many: seats, blocks,
-    step_budget, rows, pool_share (the other pool's promised part), prefix (being computed), group (for their leader),
-    queue (behind those who could be looked at).
+    front. exhausted: ids that can't grow, since they are alone or know more than all blocks hold; they finish with
+    LENGTH. skipped: ids that others overtake in this step: waiting ones, by a later request, and decodes that get no
+    token so that others may read their prompts. waits: why requests still wait, reason -> how many: seats, blocks,
+    step_budget, rows, pool_share (the other pool's promised part), paused (their pool), prefix (being computed), group
+    (for their leader), queue (behind those who could be looked at).
     """
 
     step: int
@@ -247,7 +248,7 @@ class TokenLogprob:
 class TokenEvent:
     """One accepted token (token_id >= 0) or an end without one (-1). Ids only: text is made above the scheduler.
 
-    index: position in the output, 0-based. error: set when finish is ERROR or ABORT for a reason worth telling.
+    index: position in the output, 0-based. error: why, where finish is ERROR.
     prompt_logprobs: positions 1.. of the prompt, delivered with the first token that follows them.
     """
 
@@ -283,8 +284,8 @@ class TextDelta:
 class Submission:
     """What the gateway hands to the engine: one prompt, n choices, already tokenized, validated and reserved.
 
-    choice_offset numbers the choices of later prompts of one call. deadline: monotonic seconds after which the
-    request is aborted; queue_deadline: after which it is refused if it has not started.
+    deadline: monotonic seconds after which it is aborted; queue_deadline: after which it is refused if it has not
+    started.
     """
 
     id: str

@@ -19,7 +19,8 @@ from typing import Any
 from minserve.batch import ChunkResult, StepResult
 from minserve.cache import Cache
 from minserve.policy.admission import never_fits
-from minserve.policy.schedule import Limits, PlanFunction, plan_step
+from minserve.policy.limits import Limits
+from minserve.policy.schedule import PlanFunction, plan_step
 from minserve.request import (
     Chunk,
     FinishReason,

@@ -13,7 +13,7 @@ from minserve.request import RequestOutcome, Submission, TextDelta
 
 
 class Stream(AsyncIterator[list[TextDelta]]):
-    """What a submission's reader holds. Bounded by n * max_tokens deltas; nothing is dropped, nobody is awaited."""
+    """At most n * max_tokens deltas; nothing is dropped, nobody is awaited."""
 
     def __init__(
         self, submission: Submission, abort: Callable[[str], object], progress: Callable[[str], Progress]
@@ -23,13 +23,13 @@ class Stream(AsyncIterator[list[TextDelta]]):
         self._abort = abort
         self._progress = progress
         self._pending: list[TextDelta] = []
-        self._open = submission.n
+        self._open = submission.n  # choices that have not ended
         self._waiter: asyncio.Future[None] | None = None
 
     async def __anext__(self) -> list[TextDelta]:
         """Everything that is new, at least one delta; ends after the last choice has finished."""
         while not self._pending:
-            if self._open == 0:
+            if self.done:
                 raise StopAsyncIteration
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -41,7 +41,7 @@ class Stream(AsyncIterator[list[TextDelta]]):
 
     def close(self) -> None:
         """The reader is gone: abort what is unfinished. Idempotent, legal in every state."""
-        if self._open:
+        if not self.done:
             self._abort(self.submission.id)
 
     @property

@@ -15,7 +15,8 @@ from minserve.waiting import Place, Waiting, place
 
 WINDOW = 4  # requests of a pool that can be seen beyond the free seats
 
-Frontier = dict[bytes, tuple[int, Place]]  # key of a block that is being computed -> rank and place of who does it
+Turn = tuple[int, Place]  # the pool's rank, then the place in its line
+Frontier = dict[bytes, Turn]  # key of a block that is being computed -> turn of who does it
 
 
 class Views:
@@ -65,13 +66,12 @@ class Views:
     def _claim(self, keys: Frontier, request: Request, blocks: int) -> None:
         key = self.cache.next_key(request, blocks)
         if key is not None:
-            stands = RANK[request.pool], place(request)
-            keys[key] = min(stands, keys.get(key, stands))
+            keys[key] = min(_turn(request), keys.get(key, _turn(request)))
 
     def _is_claimed(self, keys: Frontier, request: Request, blocks: int) -> bool:
         """By somebody who goes first anyway: nobody waits for who stands behind it."""
         key = self.cache.next_key(request, blocks)
-        return key in keys and key is not None and keys[key] < (RANK[request.pool], place(request))
+        return key is not None and key in keys and keys[key] < _turn(request)
 
     def _waiting(self, request: Request, frontier: Frontier) -> View:
         hit = self.cache.hit_blocks(request)
@@ -106,3 +106,7 @@ class Views:
             self.waiting.followers(request),
             (request.scored, request.prompt_len - 1) if unscored(request) else (0, 0),
         )
+
+
+def _turn(request: Request) -> Turn:
+    return RANK[request.pool], place(request)

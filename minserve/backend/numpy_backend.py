@@ -22,7 +22,7 @@ from minserve.batch import Batch, Float32, Sampled
 
 
 class NumpyProgram:
-    """A forward pass with its KV cache. Runs the model file anew, eagerly, each step."""
+    """A forward pass with its KV cache. The contract's Program."""
 
     def __init__(self, forward: Forward, spec: ModelSpec, limits: StepLimits, block_size: int) -> None:
         self._forward, self._spec, self._limits = forward, spec, limits

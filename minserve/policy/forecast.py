@@ -22,8 +22,6 @@ from minserve.policy.room import RANK
 from minserve.request import FinishReason, Pool, Request, Usage
 
 _WINDOW = 20_000  # tokens after which what was counted so far weighs half
-
-
 _WEIGHT = 0.2  # of a new measurement in the running means of what steps cost
 
 
@@ -46,7 +44,7 @@ class StepCost:
 
 class Forecast:
     def __init__(self, quantum: int) -> None:
-        """quantum: a step with fewer prompt tokens says nothing of what one costs."""
+        """quantum: as StepCost's."""
         self._cost = StepCost(quantum)
         self._generated = self._ended = 0.0  # tokens; those after which an answer ended though more were allowed
         self._prompts = self._computed = 0.0  # prompt tokens of ended requests; those not found in the prefix index
@@ -82,7 +80,7 @@ class Forecast:
         for request in requests:
             live[request.pool] += 1
             if request.pool is pool:
-                most = request.prompt_len + request.params.max_tokens - len(request.tokens)
+                most = request.limit - request.known
                 if request.seat < 0:
                     waiting.append(length(most))
                 else:
@@ -159,6 +157,6 @@ def _list_schedule(seats: int, busy: Sequence[float], waiting: Iterable[float]) 
 
 def _uncomputed(request: Request) -> int:
     """Known tokens that still have to be computed; those of a sibling are its leader's."""
-    if request.choice and len(request.tokens) == request.prompt_len:
+    if request.choice and not request.output_len:
         return 0
-    return max(0, len(request.tokens) - request.computed - 1)
+    return max(0, request.known - request.computed - 1)

@@ -12,8 +12,8 @@ from minserve.request import Chunk, View
 
 @dataclass(slots=True)
 class Part:
-    """What one running request has of a step. held: blocks. debt: blocks it lacks for the rest of its known tokens,
-    which admissions leave to it, so that who runs gets there without preemption. count: tokens of its chunk."""
+    """held: blocks. debt: blocks it lacks for the rest of its known tokens, which admissions leave to it, so that who
+    runs gets there without preemption. count: tokens of its chunk, without drafts."""
 
     view: View
     held: int

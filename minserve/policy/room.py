@@ -83,23 +83,23 @@ class Room:
             return None  # whatever was accepted fits into an empty cache
         if self.seats[view.pool] >= self.limits.pools[view.pool].max_seqs:
             return "seats"
-        alone = starving(view)
-        seats, blocks, freed = self._seats_left(view.pool, alone), self._blocks_left(view.pool, alone), self._freed
+        promises, freed = not starving(view), self._freed
+        seats, blocks = self._seats_left(view.pool, promises), self._blocks_left(view.pool, promises)
         victims: list[Part] = []
         for victim in self._lenders(view):
             short = seats < 1, blocks < self._cost(view, freed)
             if not any(short):
                 break
-            if alone or self._lends(victim, victims, *short):
+            if not promises or self._lends(victim, victims, *short):
                 victims.append(victim)
                 seats += 1
                 freed += self._freed_by(victim)
                 blocks += self._freed_by(victim) + victim.debt
         if seats < 1:
-            return "seats" if self._seats_left(view.pool, True) < 1 else "pool_share"
+            return "seats" if self._seats_left(view.pool, promises=False) < 1 else "pool_share"
         cost = self._cost(view, freed)
         if blocks < cost:
-            return "blocks" if self._blocks_left(view.pool, True) < cost else "pool_share"
+            return "blocks" if self._blocks_left(view.pool, promises=False) < cost else "pool_share"
         for victim in victims:
             self._preempt(victim)
         return None
@@ -115,8 +115,8 @@ class Room:
     def fork(self, view: View) -> bool:
         """A seat for a sibling that shares the full blocks of `view` and gets a copy of the last, partial one."""
         pool, blocks = view.pool, 1 if view.known % self.limits.block_size else 0
-        seats = min(self._seats_left(pool, False), self.limits.pools[pool].max_seqs - self.seats[pool])
-        if seats < 1 or self._blocks_left(pool, False) < blocks:
+        seats = min(self._seats_left(pool), self.limits.pools[pool].max_seqs - self.seats[pool])
+        if seats < 1 or self._blocks_left(pool) < blocks:
             return False
         self.seats[pool] += 1
         self.free -= blocks
@@ -174,17 +174,17 @@ class Room:
         """Blocks that preempting this request surely frees."""
         return max(0, victim.view.own_blocks - self._shared)
 
-    def _seats_left(self, pool: Pool, alone: bool) -> int:
-        """For one more admission; without what other pools were promised and want, unless `alone`."""
+    def _seats_left(self, pool: Pool, promises: bool = True) -> int:
+        """For one more admission. promises: without what other pools were promised and want."""
         left = self.limits.max_seqs - self.seats.total()
-        if not alone:
+        if promises:
             for other, wanting in self._others(pool).items():
                 left -= min(len(wanting), max(0, self.limits.promised_seats(other) - self.seats[other]))
         return left
 
-    def _blocks_left(self, pool: Pool, alone: bool) -> int:
+    def _blocks_left(self, pool: Pool, promises: bool = True) -> int:
         left = self.free - self._debts - self.limits.watermark_blocks
-        if not alone:
+        if promises:
             for other, wanting in self._others(pool).items():
                 wanted = sum(self._cost(view, 0) for view in wanting)
                 left -= min(wanted, max(0, self.limits.promised_blocks(other) - self._used[other]))
