@@ -11,7 +11,6 @@ import hashlib
 import hmac
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -24,8 +23,7 @@ from minserve.request import Pool, RequestError
 MAX_LABEL = 128
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
+class Identity(msgspec.Struct, frozen=True):
     """A caller: the key's account, and what the request says of itself inside it.
 
     key: the key's name, "" without keys. salt: separates the prefix cache of tenants. run_calls, run_cost: the budget
@@ -152,12 +150,14 @@ def narrow(
 
     def said(header: str, name: str) -> str | None:
         values = [v for v in (headers.get(header), fields.get(name)) if v is not None]
+        if not values:
+            return None
         if not all(isinstance(v, str | int | float) and not isinstance(v, bool) for v in values):
             raise RequestError(f"metadata.{name} must be text or a number.", param=f"metadata.{name}")
         texts = {str(v) for v in values}
         if len(texts) > 1:
             raise RequestError(f"{header} and metadata.{name} differ.", param=f"metadata.{name}", code="conflict")
-        return texts.pop() if texts else None
+        return texts.pop()
 
     feature = _label(said("X-Feature", "feature"), "metadata.feature")
     run = _label(said("X-Run-ID", "run_id"), "metadata.run_id")
@@ -168,7 +168,7 @@ def narrow(
     named = _label(user, "user")
     if named and identity.token is not None and identity.end_user not in ("", named):
         raise _forbidden("The page token names another user.", "user_mismatch", "user")
-    return replace(
+    return msgspec.structs.replace(
         identity,
         feature=feature or identity.feature,
         end_user=named or identity.end_user,

@@ -45,19 +45,19 @@ class Limit:
 
     @property
     def caps(self) -> tuple[tuple[str, int | None], ...]:
-        """(kind, cap) in the order of an Amount."""
+        """(kind, cap) in the order of `Amount.capped`."""
         return ("requests", self.requests), ("tokens", self.tokens), ("money", self.cost)
 
     def allows(self, used: Amount, more: Amount) -> bool:
         return (
-            (self.requests is None or used[0] + more[0] <= self.requests)
-            and (self.tokens is None or used[1] + more[1] <= self.tokens)
-            and (self.cost is None or used[2] + more[2] <= self.cost)
+            (self.requests is None or used.requests + more.requests <= self.requests)
+            and (self.tokens is None or used.tokens + more.tokens <= self.tokens)
+            and (self.cost is None or used.cost + more.cost <= self.cost)
         )
 
     def surplus(self, used: Amount) -> Amount:
         """How far `used` is above the caps; 0 where it is within them."""
-        over = (0 if cap is None else max(0, u - cap) for u, (_, cap) in zip(used, self.caps, strict=False))
+        over = (0 if cap is None else max(0, u - cap) for u, (_, cap) in zip(used.capped, self.caps, strict=True))
         return Amount(*over)
 
 
@@ -175,14 +175,14 @@ def _add(counted: Iterable[tuple[Scope, Limit, Counter]], amount: Amount, time: 
 
 def refusal(scope: Scope, limit: Limit, amount: Amount, surplus: Amount, wait: float | None) -> RequestError:
     """The 429 for a cap that is reached. Only a minute's cap is worth a client's automatic retry."""
-    index = next(i for i, over in enumerate(surplus) if over)
+    index = next(i for i, over in enumerate(surplus.capped) if over)
     kind, cap = limit.caps[index]
     whose = _WHOSE[scope.kind]
     shown = f"a cost of {money(cap or 0)}" if kind == "money" else f"{cap} {kind}"
     message = f"{whose} allows {shown} {limit.period}"
-    alone = limit.surplus(amount)[index]
+    alone = limit.surplus(amount).capped[index]
     if alone:
-        needs = money(amount[index]) if kind == "money" else str(amount[index])
+        needs = money(amount.capped[index]) if kind == "money" else str(amount.capped[index])
         message += f"; this call alone may need {needs}. Ask for less (max_tokens, n, a shorter prompt)."
         wait = None
     elif wait is not None:
@@ -230,21 +230,21 @@ def rate_headers(limiter: Limiter, payers: Iterable[Payer], now: float) -> dict[
     """`x-ratelimit-*` of the tightest window, of requests and of tokens; nothing where there is no cap."""
     headers: dict[str, str] = {}
     for index, kind in enumerate(("requests", "tokens")):
-        tightest: tuple[int, int, float | None] | None = None
+        tightest: tuple[int, int, Counter] | None = None
         for payer in payers:
             for limit in payer.limits:
                 cap = limit.caps[index][1]
                 if cap is None:
                     continue
                 counter = limiter.counter(payer.scope, limit.period)
-                reset = counter.reset_in(now)
-                left = max(0, cap - counter.total[index])
+                counter.advance(now)
+                left = max(0, cap - counter.total.capped[index])
                 if tightest is None or left < tightest[0]:
-                    tightest = left, cap, reset
+                    tightest = left, cap, counter
         if tightest is not None:
-            left, cap, reset = tightest
+            left, cap, counter = tightest
             headers[f"x-ratelimit-limit-{kind}"] = str(cap)
             headers[f"x-ratelimit-remaining-{kind}"] = str(left)
-            if reset is not None:
+            if (reset := counter.reset_in(now)) is not None:
                 headers[f"x-ratelimit-reset-{kind}"] = duration(reset)
     return headers

@@ -7,8 +7,9 @@ on top. Without a ledger such a cap begins at zero.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from minserve.config import Config
 from minserve.economics.device import priced

@@ -6,8 +6,9 @@ Owns the promise that a reservation is settled once. Whose counters it holds is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from minserve.economics.keys import Identity
 from minserve.economics.limits import Ticket
@@ -20,8 +21,7 @@ from minserve.request import Pool
 _MOST = 2**31 - 1  # clients choose these numbers, and SQLite has 64 bits for their sums
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Admission:
+class Admission(msgspec.Struct, frozen=True, kw_only=True):
     """A call as far as it is known: everything when it asks for a reservation, less when it is refused before.
 
     prompt_tokens: over all prompts. max_tokens, asked_max_tokens (None: nothing was asked): of one choice; choices: n

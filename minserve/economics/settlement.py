@@ -6,7 +6,9 @@ Owns the step from the engine's outcomes (one per choice) to what is billed (one
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import chain
+
+import msgspec
 
 from minserve.request import FinishReason, RequestOutcome
 
@@ -14,8 +16,7 @@ from minserve.request import FinishReason, RequestOutcome
 _WORST = (FinishReason.ERROR, FinishReason.ABORT, FinishReason.LENGTH, FinishReason.STOP)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settlement:
+class Settlement(msgspec.Struct, frozen=True, kw_only=True):
     """finish: how it ended. status: what the client was told, 499 if it had gone. Tokens: really processed."""
 
     finish: str
@@ -40,7 +41,7 @@ class Settlement:
         """
         leaders = [outcome for outcome in outcomes if outcome.id.endswith("#0") and read_prompt(outcome)]
         prompt = sum(outcome.usage.prompt for outcome in leaders) if computed is None else computed
-        gaps = sorted(gap for outcome in outcomes for gap in outcome.gaps)
+        gaps = sorted(chain.from_iterable(outcome.gaps for outcome in outcomes))
         ttfts = [outcome.ttft for outcome in outcomes if outcome.ttft is not None]
         ends = {outcome.finish for outcome in outcomes}
         errors = [outcome.error_code for outcome in outcomes if outcome.error_code]
@@ -59,7 +60,7 @@ class Settlement:
 
     def columns(self) -> dict[str, object]:
         """The row's columns that an end decides."""
-        return {name: getattr(self, name) for name in self.__slots__}
+        return msgspec.structs.asdict(self)
 
 
 def read_prompt(outcome: RequestOutcome) -> bool:

@@ -13,13 +13,15 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Literal, NamedTuple
 
+import msgspec
+
 Span = Literal["minute", "hour", "day", "month", "ever"]
 
 SECONDS: dict[Span, float] = {"minute": 60.0, "hour": 3600.0, "day": 86400.0, "month": 30 * 86400.0}
 _PARTS = 60
 
 
-class Amount(NamedTuple):
+class Amount(msgspec.Struct, frozen=True, gc=False):
     """Calls, tokens, and money in billionths of the currency (integers: sums are exact). held: the part of the money
     that is only reserved."""
 
@@ -29,10 +31,19 @@ class Amount(NamedTuple):
     held: int = 0
 
     def plus(self, other: Amount) -> Amount:
-        return Amount(self[0] + other[0], self[1] + other[1], self[2] + other[2], self[3] + other[3])
+        return Amount(
+            self.requests + other.requests, self.tokens + other.tokens, self.cost + other.cost, self.held + other.held
+        )
 
     def minus(self, other: Amount) -> Amount:
-        return Amount(self[0] - other[0], self[1] - other[1], self[2] - other[2], self[3] - other[3])
+        return Amount(
+            self.requests - other.requests, self.tokens - other.tokens, self.cost - other.cost, self.held - other.held
+        )
+
+    @property
+    def capped(self) -> tuple[int, int, int]:
+        """What there are caps of."""
+        return self.requests, self.tokens, self.cost
 
 
 ZERO = Amount()
@@ -143,7 +154,7 @@ class Counter:
         gone = ZERO
         for bucket, amount in self.buckets.items():
             gone = gone.plus(amount)
-            if all(g >= s for g, s in zip(gone, surplus, strict=True)):
+            if all(g >= s for g, s in zip(gone.capped, surplus.capped, strict=True)):
                 leaves = self.period.leaves(bucket)
                 return None if leaves is None else max(0.0, leaves - now)
         return None

@@ -111,10 +111,10 @@ class Metrics:
             self.calls[key].observe(value, (pool,))
         self.calls["max_tokens"].observe(row.max_tokens / row.choices, (pool,))
         self.choices.observe(row.choices)
-        self.prompt_tokens.labels(*self._values(pool)).inc(row.prompt_tokens)
-        self.cached_tokens.labels(*self._values(pool)).inc(row.cached_tokens)
-        self.generation_tokens.labels(*self._values(pool)).inc(row.completion_tokens)
-        self.cost.labels(*self._values(pool)).inc(row.cost / 1e9)
+        self.prompt_tokens[pool].inc(row.prompt_tokens)
+        self.cached_tokens[pool].inc(row.cached_tokens)
+        self.generation_tokens[pool].inc(row.completion_tokens)
+        self.cost[pool].inc(row.cost / 1e9)
 
     # -- definitions
 
@@ -152,11 +152,11 @@ class Metrics:
         self.calls = {key: self._histogram(name, text, bounds) for key, name, text, bounds in per_call}
         self.choices = self._histogram("vllm:request_params_n", "Choices asked for.", CHOICE_BUCKETS, pool=False)
         self.success = self._counter("vllm:request_success", "Requests that ended.", "pool", "finished_reason")
-        self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens processed.", "pool")
-        self.cached_tokens = self._counter("vllm:prompt_tokens_cached", "Of these, found in the prefix cache.", "pool")
-        self.generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated.", "pool")
+        self.prompt_tokens = self._by_pool("vllm:prompt_tokens", "Prompt tokens processed.")
+        self.cached_tokens = self._by_pool("vllm:prompt_tokens_cached", "Of these, found in the prefix cache.")
+        self.generation_tokens = self._by_pool("vllm:generation_tokens", "Tokens generated.")
         self.rejections = self._counter("vllm:admission_rejections", "Refused calls.", "reason")
-        self.cost = self._counter("minserve_cost", "Money settled, in the configured currency.", "pool")
+        self.cost = self._by_pool("minserve_cost", "Money settled, in the configured currency.")
         self.degraded = self._counter("minserve_degraded_requests", "Calls that got less under load.", "step")
 
     def _histogram(self, name: str, text: str, bounds: tuple[float, ...], pool: bool = True) -> Histogram:
@@ -168,6 +168,10 @@ class Metrics:
         """Counter names gain `_total`, as vLLM's do. One without further labels is shown as 0 from the start."""
         counter = Counter(name, text, ("model_name", *labels), registry=self.registry)
         return counter if labels else counter.labels(*self._values())
+
+    def _by_pool(self, name: str, text: str) -> dict[str, Counter]:
+        counter = self._counter(name, text, "pool")
+        return {pool.value: counter.labels(*self._values(pool.value)) for pool in Pool}
 
     def _values(self, *labels: str) -> tuple[str, ...]:
         return self._model[0][1], *labels

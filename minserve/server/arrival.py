@@ -5,7 +5,9 @@ Owns no behaviour. It must not know HTTP.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec import structs
 
 from minserve.economics.keys import Identity
 from minserve.economics.reservation import Admission
@@ -97,4 +99,4 @@ class Call:
     def admission(self) -> Admission:
         most = max(params.max_tokens for params in self.params)
         known = Known(self.arrival, self.pool, self.prompt_tokens, most, self.asked_max_tokens, self.choices)
-        return replace(known.admission, prompts=self.prompts, degraded=self.degraded)
+        return structs.replace(known.admission, prompts=self.prompts, degraded=self.degraded)

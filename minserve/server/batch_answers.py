@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-import msgspec
+from msgspec import structs
 
 from minserve.async_engine import GAVE_UP
 from minserve.backend.base import BackendError
@@ -101,4 +101,4 @@ class EngineAnswers:
 def _bulk(services: Services, api_key: str | None) -> Identity:
     """The account that pays, with bulk as its pool. RequestError 401 if keys are configured and this is none."""
     identity = services.accounting.identify(f"Bearer {api_key}" if api_key else None)
-    return replace(identity, account=msgspec.structs.replace(identity.account, pool=Pool.BULK.value))
+    return structs.replace(identity, account=structs.replace(identity.account, pool=Pool.BULK.value))

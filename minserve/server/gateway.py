@@ -13,6 +13,8 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 
+from msgspec import structs
+
 from minserve.config import PoolConfig, PoolsConfig, TimeoutsConfig
 from minserve.economics.accounting import Accounting
 from minserve.economics.keys import Identity
@@ -75,7 +77,7 @@ class Gateway:
 
     def refuse(self, admission: Admission, error: RequestError) -> None:
         if error.degraded:
-            admission = replace(admission, degraded=error.degraded)
+            admission = structs.replace(admission, degraded=error.degraded)
         self._accounting.refuse(admission, error)
 
     @asynccontextmanager

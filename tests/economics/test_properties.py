@@ -159,7 +159,7 @@ async def reserve(accounting: Accounting, world: World, rng: random.Random) -> N
         world.refused.append(error.status)
         return
     entry = Entry(reservation.row, ZERO, scopes_of(key, end_user, run), reservation)
-    entry.amount = entry.reserved._replace(held=reservation.row.reserved)
+    entry.amount = entry.reserved.plus(Amount(held=reservation.row.reserved))
     world.entries.append(entry)
     world.scopes |= entry.scopes
 
