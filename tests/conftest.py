@@ -26,7 +26,6 @@ def restored_logging() -> Iterator[None]:
         if handler not in handlers and isinstance(handler.formatter, structlog.stdlib.ProcessorFormatter):
             root.removeHandler(handler)
     root.setLevel(level)
-    structlog.reset_defaults()
 
 
 def pytest_collection_finish() -> None:

@@ -25,7 +25,7 @@ from minserve.server.origins import Origins
 from minserve.server.services import SERVICES, VISIT, Visit
 
 log = logging.getLogger("minserve.server")
-request_log = structlog.stdlib.get_logger("minserve.request")
+request_log = logging.getLogger("minserve.request")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -95,7 +95,7 @@ def _log_line(request: web.Request, visit: Visit, status: int, seconds: float) -
         fields["code"] = visit.code
     if visit.identity is not None:
         fields["user"] = visit.identity.user
-    request_log.info("request", **fields)
+    request_log.info("request", extra=fields)
 
 
 @contextlib.contextmanager
