@@ -18,6 +18,7 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 Count = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
 Positive = Annotated[float, Meta(gt=0)]
+Name = Annotated[str, Meta(min_length=1)]
 Seconds = Positive
 Money = Annotated[float, Meta(ge=0, le=1e9)]  # in prices.currency
 PeriodName = Literal["minute", "hour", "day", "month"]
@@ -32,7 +33,7 @@ class Section(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=T
 class ModelConfig(Section, frozen=True):
     """Which model, and how its files are read."""
 
-    name: str = "smollm2-135m-instruct"  # known name, Hugging Face repo id, folder or .gguf file
+    name: Name = "smollm2-135m-instruct"  # known name, Hugging Face repo id, folder or .gguf file
     served_name: str | None = None  # what /v1/models calls it; default: the name
     revision: str | None = None  # of a Hugging Face repo
     chat_template: str | None = None  # path of a Jinja file that replaces the model's own
@@ -119,7 +120,7 @@ class TimeoutsConfig(Section, frozen=True):
 
 
 class ServerConfig(Section, frozen=True):
-    host: str = "127.0.0.1"
+    host: Name = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
     allowed_origins: tuple[str, ...] = ()  # foreign pages that may call; "localhost" = any port of this machine
     allowed_hosts: tuple[str, ...] = ()  # beside the bound address and localhost names; "*" = no check

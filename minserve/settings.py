@@ -15,7 +15,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
@@ -25,7 +25,9 @@ from minserve.profiles import PROFILES
 PREFIX = "MINSERVE_"
 # Read elsewhere: they move folders or name a file, so they can't stand in the file itself.
 OTHER_VARIABLES = frozenset({"MINSERVE_CACHE", "MINSERVE_DATA", "MINSERVE_CONFIG", "MINSERVE_API_KEY"})
-
+# Sections whose fields are flags of their own; the rest is reached through --set.
+FLAG_SECTIONS = ("profile", "model.", "engine.", "limits.", "server.")
+COMMAND_LINE = "the command line"
 
 # What nobody chose gives way to a ceiling that somebody did: `--max-tokens 77` needs no second flag.
 BELOW = {
@@ -84,7 +86,7 @@ def load(file: Path | None, environment: Mapping[str, str], flags: Mapping[str, 
             values[name] = _convert(name, text, variable, strict=False)
             origins[name] = variable
     for name, text in flags.items():
-        _known(name, FIELDS, "the command line")
+        _known(name, FIELDS, COMMAND_LINE)
         flag = flag_of(name)
         values[name] = _convert(name, text, flag, strict=False)
         origins[name] = flag
@@ -129,8 +131,15 @@ def data_dir() -> Path:
 
 
 def flag_of(name: str) -> str:
-    """The command-line spelling of a dotted name."""
+    """The command-line spelling of a dotted name; where it came from if it has no flag of its own."""
+    if name == "model.name" or not name.startswith(FLAG_SECTIONS):
+        return COMMAND_LINE
     return "--" + name.rpartition(".")[2].replace("_", "-")
+
+
+def choices(kind: Any) -> tuple[str, ...]:
+    """The words that a field of this type is one of; empty for every other type."""
+    return get_args(kind) if get_origin(kind) is Literal else ()
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -180,6 +189,8 @@ def _convert(name: str, value: Any, where: str, *, strict: bool) -> Any:
     try:
         return msgspec.convert(value, field.type, strict=strict)
     except msgspec.ValidationError as error:
+        if words := choices(field.type):
+            raise SettingsError(f"{where}: {name} is one of {', '.join(words)} (got {str(value)[:60]!r})") from None
         shown = "" if name == "keys" else f" (got {str(value)[:60]!r})"
         raise SettingsError(f"{where}: {name}: {error}{shown}") from None
 

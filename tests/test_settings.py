@@ -51,7 +51,9 @@ def test_keys_are_a_table(tmp_path: Path) -> None:
         ("[engine]\nthreads = '1'\n", r"engine.threads: Expected `int`, got `str`"),
         ("[engine]\nthreads = true\n", "engine.threads: Expected `int`, got `bool`"),
         ("[engine]\nmax_num_seqs = 0\n", "engine.max_num_seqs: Expected `int` >= 1"),
-        ("[engine]\ndevice = 'tpu'\n", "engine.device: Invalid enum value 'tpu'"),
+        ("[engine]\ndevice = 'tpu'\n", "engine.device is one of auto, cuda, cpu (got 'tpu')"),
+        ("[model]\nname = ''\n", "model.name: Expected `str` of length >= 1"),
+        ("[local]\npools = 'bulk'\n", "local.pools: Expected `array`, got `str`"),
         ("[keys.web]\nuser = 'ann'\n", "keys: Object missing required field `sha256`"),
         ("[engine\n", "minserve.toml"),
     ],
@@ -76,6 +78,13 @@ def test_bad_variables_and_flags_are_refused_by_name(tmp_path: Path) -> None:
         settings(tmp_path, env={"MINSERVE_SERVER_PORT": "http"})
     with pytest.raises(SettingsError, match=r"--port: server\.port"):
         settings(tmp_path, server__port="70000")
+
+
+def test_what_has_no_flag_of_its_own_is_the_command_lines(tmp_path: Path) -> None:
+    for name, value in (("model.name", ""), ("pools.bulk.token_share", "2")):
+        with pytest.raises(SettingsError, match=f"^the command line: {name}: Expected"):
+            load(None, {}, {name: value})
+    assert load(None, {}, {"model.name": "x"}).origins["model.name"] == "the command line"
 
 
 def test_lists_are_separated_by_commas(tmp_path: Path) -> None:
@@ -137,7 +146,7 @@ def test_the_profile_itself_is_a_setting_like_any_other(tmp_path: Path) -> None:
     assert (got.config.profile, got.origins["profile"]) == ("interactive", "MINSERVE_PROFILE")
     assert got.config.degradation.enabled
     assert settings(tmp_path, 'profile = "bulk"\n', env, profile="balanced").config == Config()
-    with pytest.raises(SettingsError, match="profile: Invalid enum value 'fast'"):
+    with pytest.raises(SettingsError, match="profile is one of interactive, balanced, bulk"):
         settings(tmp_path, profile="fast")
 
 

@@ -15,23 +15,17 @@ from urllib.parse import urlsplit
 
 import click
 
-from minserve.settings import FIELDS, Settings, SettingsError, flag_of, load
+from minserve.settings import COMMAND_LINE, FIELDS, FLAG_SECTIONS, Settings, SettingsError, choices, flag_of, load
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Sections whose fields become flags of their own; the rest is reached through --set.
-_MODEL_SECTIONS = ("profile", "model.", "engine.")
-_FLAG_SECTIONS = (*_MODEL_SECTIONS, "limits.", "server.")
-_FLAGS = {
-    flag_of(name).removeprefix("--").replace("-", "_"): name
-    for name in FIELDS
-    if name.startswith(_FLAG_SECTIONS) and name != "model.name"
-}
+_MODEL_SECTIONS = ("profile", "model.", "engine.")  # those of commands without a server
+_FLAGS = {flag.removeprefix("--").replace("-", "_"): name for name in FIELDS if (flag := flag_of(name)) != COMMAND_LINE}
 
 
 def settings_options(function: F) -> F:
     """What `config_options` adds, and a flag for each field of the usual sections."""
-    return _flags(function, _FLAG_SECTIONS)
+    return _flags(function, FLAG_SECTIONS)
 
 
 def model_options(function: F) -> F:
@@ -45,8 +39,9 @@ def _flags(function: F, sections: tuple[str, ...]) -> F:
             continue
         field = FIELDS[name]
         default = ",".join(field.default) if isinstance(field.default, tuple) else field.default
+        metavar = "|".join(choices(field.type)) or "VALUE"
         function = click.option(
-            "--" + flag.replace("_", "-"), flag, metavar="VALUE", help=f"{name} [default: {default}]"
+            "--" + flag.replace("_", "-"), flag, metavar=metavar, help=f"{name} [default: {default}]"
         )(function)
     return config_options(function)
 
@@ -101,7 +96,8 @@ class Output(click.Path):
         super().__init__(dir_okay=False, writable=True, path_type=Path)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        path = Path(super().convert(value, param, ctx))
+        super().convert(value, param, ctx)
+        path = Path(value)
         if not path.parent.is_dir():
             self.fail(f"there is no folder {str(path.parent)!r}", param, ctx)
         return path
