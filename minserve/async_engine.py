@@ -15,10 +15,11 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from minserve.batch import StepResult
-from minserve.engine import Delivery, Engine, Step, step_failed
+from minserve.engine import Delivery, Engine, step_failed
 from minserve.policy.admission import Accept, Load, admit, retry_after
 from minserve.policy.forecast import Forecast
 from minserve.request import Pool, RequestError, Submission
+from minserve.step import Step
 from minserve.stream import Stream
 from minserve.worker import Worker
 
@@ -256,8 +257,7 @@ class AsyncEngine:
     def _finished(self, step: Step) -> None:
         self._steps += 1
         self._last_step = self.engine.clock()
-        decodes = step.decode_tokens
-        self._forecast.step(decodes, step.plan.tokens - decodes, self._last_step - step.started)
+        self._forecast.step(step.decode_tokens, step.prefill_tokens, self._last_step - step.started)
 
     def _give_up(self, message: str, code: str = "engine_failed") -> None:
         """Never healthy but dead: every stream gets the error, submit refuses, health reports it."""

@@ -11,10 +11,10 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from minserve.batch import Batch, StepResult
+from minserve.batch import StepResult
 from minserve.batch_build import build_batch
 from minserve.policy.pace import Pace
 from minserve.request import (
@@ -22,7 +22,6 @@ from minserve.request import (
     Pool,
     RequestError,
     RequestOutcome,
-    StepPlan,
     StepRecord,
     Submission,
     TextDelta,
@@ -30,6 +29,7 @@ from minserve.request import (
 )
 from minserve.runner import Runner
 from minserve.scheduler import Scheduler
+from minserve.step import Step
 from minserve.text.tokenizer import Tokenizer
 from minserve.transcript import Transcript
 
@@ -56,32 +56,6 @@ class Delivery:
     group: str
     delta: TextDelta
     outcome: RequestOutcome | None = None
-
-
-@dataclass(slots=True)
-class Step:
-    """One step on its way: what was planned, its arrays, and how long each part took (seconds)."""
-
-    plan: StepPlan
-    batch: Batch
-    started: float
-    plan_s: float
-    build_s: float
-    run_s: float = 0.0
-    ttfts: list[tuple[Pool, float]] = field(default_factory=list)
-    gaps: list[tuple[Pool, float]] = field(default_factory=list)
-
-    @property
-    def decode_tokens(self) -> int:
-        """Sampled chunks of one token; everything else counts as prefill."""
-        return sum(1 for chunk in self.plan.chunks if chunk.count == 1 and chunk.samples)
-
-    def note_token(self, transcript: Transcript) -> None:
-        time = transcript.time
-        if time.gaps:
-            self.gaps.append((transcript.request.pool, time.gaps[-1]))
-        elif time.first is not None:
-            self.ttfts.append((transcript.request.pool, time.first - time.arrival))
 
 
 class Engine:
@@ -194,15 +168,18 @@ class Engine:
         out: list[Delivery] = []
         for event in events:
             self._deliver(event, step, now, out)
+        delivered = self.clock()
         if step.plan.chunks:
-            self.pace.observe(step.decode_tokens, step.plan.tokens - step.decode_tokens, started - step.started)
-        self._record(step, commit=now - started, deliver=self.clock() - now)
+            self.pace.observe(step.decode_tokens, step.prefill_tokens, started - step.started)
+        ideal = self.runner.ideal_seconds(step.batch) if step.plan.chunks else 0.0
+        counts = self.scheduler.counts()
+        self._notify(step.record(counts, ideal=ideal, commit=now - started, deliver=delivered - now))
         return out
 
     def fail(self, step: Step, error: RequestError) -> list[Delivery]:
         """A step that raised ends its own requests and nobody else's."""
         out = [self._end(event) for event in self.scheduler.fail(step.plan, error)]
-        self._record(step, failed=error.message)
+        self._notify(step.record(self.scheduler.counts(), failed=error.message))
         return out
 
     def fail_all(self, error: RequestError) -> list[Delivery]:
@@ -245,38 +222,6 @@ class Engine:
         outcome = transcript.outcome(delta.finish or FinishReason.ERROR, delta.error, self.clock())
         self._notify(outcome)
         return Delivery(request.group, delta, outcome)
-
-    # -- observers
-
-    def _record(self, step: Step, *, commit: float = 0.0, deliver: float = 0.0, failed: str | None = None) -> None:
-        counts = self.scheduler.counts()
-        plan = step.plan
-        self._notify(
-            StepRecord(
-                step=plan.step,
-                started=step.started,
-                plan=step.plan_s,
-                build=step.build_s,
-                run=step.run_s,
-                commit=commit,
-                deliver=deliver,
-                ideal=self.runner.ideal_seconds(step.batch) if plan.chunks and not failed else 0.0,
-                decode_tokens=step.decode_tokens,
-                prefill_tokens=plan.tokens - step.decode_tokens,
-                running=counts.running,
-                waiting=counts.waiting,
-                waits=plan.waits,
-                preempted=len(plan.preempted),
-                blocks_total=counts.blocks_total,
-                blocks_free=counts.blocks_free,
-                blocks_cached=counts.blocks_cached,
-                prefix_queries=counts.prefix_queries,
-                prefix_hits=counts.prefix_hits,
-                ttfts=tuple(step.ttfts),
-                gaps=tuple(step.gaps),
-                failed=failed,
-            )
-        )
 
     def _notify(self, record: StepRecord | RequestOutcome) -> None:
         for observer in self.observers:

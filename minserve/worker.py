@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from minserve.batch import StepResult
-from minserve.engine import Step
+from minserve.step import Step
 
 
 class Worker:

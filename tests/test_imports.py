@@ -48,6 +48,7 @@ ROOMS = {
     "weights": room(4, "numpy gguf safetensors huggingface_hub filelock"),
     "text": room(4, "tokenizers jinja2", rooms="request backend.base weights.vocabulary"),
     "transcript": room(5),
+    "step": room(5),
     "engine": room(5),
     "stream": room(5),
     "worker": room(5),
