@@ -73,7 +73,7 @@ def load(config: Config, console: Console) -> Assembly | None:
         with console.status("starting") as status:
             assembly = assemble(config, progress=status.update)
     except (CheckpointError, BackendError, DownloadError, OSError, ValueError) as error:
-        console.print(f"minserve: {error}", style="red", markup=False, highlight=False)
+        console.print(f"minserve: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return None
     for note in assembly.notes:
         console.print(note, style="dim", markup=False, highlight=False, soft_wrap=True)
@@ -171,7 +171,7 @@ def _print(assembly: Assembly, prompt: list[int], style: Style, console: Console
                 code = 1
     except KeyboardInterrupt:
         console.print("\n(stopped)", style="dim")
-    print()
+    print(flush=True)
     if outcome is not None and outcome.ttft is not None and outcome.finish in (FinishReason.STOP, FinishReason.LENGTH):
         decode = outcome.total - outcome.ttft
         rate = f"{(outcome.usage.completion - 1) / decode:.0f} tokens/s, " if decode > 0 else ""

@@ -47,14 +47,15 @@ def batch(
         fail("--url and --model exclude each other: a server has its model")
     settings = read_settings(options, model)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("lines", total=None)
 
         def progress(done: int, failed: int, total: int) -> None:
             bar.update(task, completed=done, total=total, description=f"lines, {failed} failed" if failed else "lines")
 
         def say(line: str) -> None:
-            bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
 
         work = Batch(source, target, concurrency, api_key, url)
         status = run(settings.config, work, progress=progress, say=say)

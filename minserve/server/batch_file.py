@@ -134,7 +134,7 @@ class Runner:
         await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
         if not working.done():
-            say(f"Stopping: what runs has {self._patience:g} s to end. Press Ctrl-C again to exit at once.")
+            say(f"Stopping: what runs has {self._patience:g} s to end. Press Ctrl-C to exit at once.")
             await self._answers.end(self._patience)
         await working
 

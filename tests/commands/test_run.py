@@ -51,6 +51,15 @@ def test_a_chat_outlives_messages_that_the_template_refuses(tmp_path: Path) -> N
     assert (result.returncode, b"Traceback" in result.stderr) == (1, False)
 
 
+def test_an_answer_and_its_numbers_are_lines_of_their_own_in_one_pipe(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "minserve", "generate", "Hi", *TINY, "--max-new", "2"]
+    environment = {**os.environ, "MINSERVE_DATA": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    both = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60, check=True
+    )
+    assert both.stdout.splitlines()[-1].startswith(b"2 tokens, ")
+
+
 def test_generate_says_when_it_has_to_settle_for_the_slow_backend(tmp_path: Path) -> None:
     (tmp_path / "numba.py").write_text("raise ImportError('needs another NumPy')", encoding="utf-8")
     result = run(tmp_path, "generate", "Hi", *TINY[:2], "--device", "cpu", *TINY[4:], "--max-new", "2")
