@@ -11,14 +11,14 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from dataclasses import replace
 
 from minserve.batch import StepResult
 from minserve.engine import Delivery, Engine, step_failed
-from minserve.policy.admission import Accept, Load, admit, retry_after
+from minserve.policy.admission import Accept, Load, admit, queue_timeout
 from minserve.policy.forecast import Forecast
 from minserve.request import Pool, RequestError, Submission
+from minserve.status import EngineStatus, LiveRequest, State
 from minserve.step import Step
 from minserve.stream import Stream
 from minserve.worker import Worker
@@ -26,41 +26,6 @@ from minserve.worker import Worker
 log = logging.getLogger("minserve.engine")
 
 GAVE_UP = frozenset({"engine_failed", "step_timeout"})  # codes of errors after which no call will do better
-
-
-class State(StrEnum):
-    READY = "ready"
-    DRAINING = "draining"
-    FAILED = "failed"
-    STOPPED = "stopped"
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStatus:
-    """A snapshot for people and scrapers. Counts of requests and blocks; step_age in seconds, None before the first."""
-
-    state: State
-    steps: int
-    running: dict[str, int]
-    waiting: dict[str, int]
-    blocks_total: int
-    blocks_free: int
-    blocks_cached: int
-    streams: int
-    step_age: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class LiveRequest:
-    """One request as the live view shows it: counts of tokens, ids of the blocks it holds."""
-
-    id: str
-    pool: str
-    phase: str
-    prompt: int
-    computed: int
-    output: int
-    blocks: tuple[int, ...]
 
 
 class AsyncEngine:
@@ -71,7 +36,6 @@ class AsyncEngine:
         self._max_queue = max_queue
         self._step_timeout = step_timeout
         self._streams: dict[str, Stream] = {}
-        self._deadlines: dict[str, tuple[float | None, float | None]] = {}
         self._inbox: list[tuple[str, RequestError | None]] = []
         self._stepping = False
         self._wake = asyncio.Event()
@@ -115,8 +79,6 @@ class AsyncEngine:
     def _open(self, submission: Submission) -> Stream:
         self.engine.submit(submission)
         stream = self._streams[submission.id] = Stream(submission, self.abort, self.engine.progress)
-        if submission.deadline is not None or submission.queue_deadline is not None:
-            self._deadlines[submission.id] = (submission.queue_deadline, submission.deadline)
         self._idle.clear()
         self._wake.set()
         return stream
@@ -164,18 +126,7 @@ class AsyncEngine:
 
     def requests(self) -> list[LiveRequest]:
         """What runs and what waits, in order of arrival."""
-        return [
-            LiveRequest(
-                id=r.id,
-                pool=r.pool.value,
-                phase="queued" if r.seat < 0 else "decode" if r.output_len else "prefill",
-                prompt=r.prompt_len,
-                computed=r.computed,
-                output=r.output_len,
-                blocks=tuple(r.blocks),
-            )
-            for r in self.engine.scheduler.requests.values()
-        ]
+        return [LiveRequest.of(request) for request in self.engine.scheduler.requests.values()]
 
     async def drain(self, timeout: float) -> None:
         """Refuse new work, let the rest finish for `timeout` seconds, then end what is left with an error."""
@@ -273,7 +224,6 @@ class AsyncEngine:
                 self._forecast.end(delivery.outcome.finish, delivery.outcome.usage)
             if stream.done:
                 del self._streams[delivery.group]
-                self._deadlines.pop(delivery.group, None)
         if not self._streams:
             self._idle.set()
 
@@ -281,11 +231,12 @@ class AsyncEngine:
         """Queue-time ceilings and total deadlines, checked between steps."""
         now = self.engine.clock()
         late: list[str] = []
-        for group, (queue, total) in list(self._deadlines.items()):
+        for group, stream in list(self._streams.items()):
+            queue, total = stream.submission.queue_deadline, stream.submission.deadline
             if total is not None and now >= total:
                 error = RequestError("The request took longer than the server allows.", status=504, code="timeout")
                 self._deliver(self.engine.abort(group, error))
-            elif queue is not None and now >= queue and self.engine.progress(group).phase == "queued":
+            elif queue is not None and now >= queue and stream.progress.phase == "queued":
                 late.append(group)
         if late:
             self._leave_queue(late)
@@ -302,12 +253,3 @@ class AsyncEngine:
     def _load(self, pool: Pool) -> Load:
         load = Load(self.engine.scheduler.counts().waiting[pool], self._max_queue[pool])
         return replace(load, wait=self.wait(pool)) if load.full else load
-
-
-def queue_timeout(wait: float) -> RequestError:
-    return RequestError(
-        "The request waited in the queue longer than the server allows.",
-        status=503,
-        code="queue_timeout",
-        retry_after=retry_after(wait),
-    )

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from minserve.async_engine import AsyncEngine, State
+from minserve.async_engine import AsyncEngine
 from minserve.request import FinishReason, Pool, RequestError, Submission, TextDelta
+from minserve.status import State
 from minserve.stream import Stream
 from tests.engines import submission, tiny
 

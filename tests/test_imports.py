@@ -51,6 +51,7 @@ ROOMS = {
     "step": room(5),
     "engine": room(5),
     "stream": room(5),
+    "status": room(5, rooms="request"),
     "worker": room(5),
     "async_engine": room(5),
     "economics": room(6, "msgspec", rooms="config origin request"),

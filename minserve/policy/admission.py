@@ -66,6 +66,16 @@ def retry_after(wait: float) -> float:
     return min(MAX_RETRY, max(MIN_RETRY, wait))
 
 
+def queue_timeout(wait: float) -> RequestError:
+    """For who was let in and then waited longer than it may."""
+    return RequestError(
+        "The request waited in the queue longer than the server allows.",
+        status=503,
+        code="queue_timeout",
+        retry_after=retry_after(wait),
+    )
+
+
 def never_fits(prompt_tokens: int, limits: Limits) -> Reject | None:
     """A prompt needs room for one token after it in all KV blocks together."""
     if prompt_tokens < limits.capacity:

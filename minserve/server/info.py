@@ -12,7 +12,6 @@ from typing import Any
 from aiohttp import web
 
 import minserve
-from minserve.async_engine import State
 from minserve.economics.history import SCOPE_COLUMNS
 from minserve.economics.limits import Scope
 from minserve.observe.metrics import CONTENT_TYPE
@@ -26,6 +25,7 @@ from minserve.server.schema import AbortBody, DetokenizeBody, Message, ResetBody
 from minserve.server.services import Services, identity_of
 from minserve.server.unsupported import TOKENIZE_UNSUPPORTED, refuse_of, refuse_unsupported
 from minserve.server.wire import to_json
+from minserve.status import State
 
 
 def json_response(value: object, status: int = 200) -> web.Response:

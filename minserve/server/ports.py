@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol
 
-from minserve.async_engine import EngineStatus, LiveRequest, State
 from minserve.engine import Progress
 from minserve.request import Pool, RequestError, RequestOutcome, Submission, TextDelta
+from minserve.status import EngineStatus, LiveRequest, State
 
 
 class Reader(Protocol):

@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 
-from minserve.async_engine import EngineStatus
 from minserve.config import Config
 from minserve.economics.rows import Row
 from minserve.engine import Observer
@@ -21,6 +20,7 @@ from minserve.observe.metrics import Gauges, Metrics
 from minserve.observe.numbers import Numbers
 from minserve.observe.trace import Trace
 from minserve.request import Pool
+from minserve.status import EngineStatus
 
 _TTFT_TARGET_S = 1.0
 

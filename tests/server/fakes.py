@@ -11,7 +11,6 @@ from typing import Any
 import aiohttp
 from msgspec import structs
 
-from minserve.async_engine import EngineStatus, LiveRequest, State
 from minserve.config import Config, KeyConfig
 from minserve.economics.accounting import Accounting
 from minserve.economics.keys import digest
@@ -32,6 +31,7 @@ from minserve.server.app import create_app
 from minserve.server.services import ServedModel, Services
 from minserve.server.site import Site, address_of, bind
 from minserve.server.telemetry import Telemetry
+from minserve.status import EngineStatus, LiveRequest, State
 from minserve.text.template import ChatTemplate
 from minserve.text.tokenizer import Tokenizer
 from minserve.weights.dummy import load_dummy

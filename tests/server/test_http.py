@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from minserve.async_engine import State
 from minserve.config import (
     AccountConfig,
     LimitConfig,
@@ -29,6 +28,7 @@ from minserve.config import (
 )
 from minserve.engine import Progress
 from minserve.request import TextDelta
+from minserve.status import State
 from minserve.text.template import ChatTemplate
 from minserve.text.tokenizer import Tokenizer
 from minserve.weights.dummy import load_dummy

@@ -1,0 +1,58 @@
+"""What people and scrapers see of an engine that serves: its state, counts, and the requests in it.
+
+Owns nothing: snapshots, which keep no hold on what they show.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from minserve.request import Request
+
+
+class State(StrEnum):
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """Counts of requests and blocks. step_age: seconds since the last step, None before the first."""
+
+    state: State
+    steps: int
+    running: dict[str, int]
+    waiting: dict[str, int]
+    blocks_total: int
+    blocks_free: int
+    blocks_cached: int
+    streams: int
+    step_age: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRequest:
+    """One request as the live view shows it: counts of tokens, ids of the blocks it holds."""
+
+    id: str
+    pool: str
+    phase: str
+    prompt: int
+    computed: int
+    output: int
+    blocks: tuple[int, ...]
+
+    @classmethod
+    def of(cls, request: Request) -> LiveRequest:
+        return cls(
+            id=request.id,
+            pool=request.pool.value,
+            phase="queued" if request.seat < 0 else "decode" if request.output_len else "prefill",
+            prompt=request.prompt_len,
+            computed=request.computed,
+            output=request.output_len,
+            blocks=tuple(request.blocks),
+        )
