@@ -14,10 +14,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
-from typing import Any
 
 from minserve.batch import ChunkResult, StepResult
 from minserve.cache import Cache
+from minserve.events import end_event, finish_reason, no_valid_token, token_event
 from minserve.policy.admission import never_fits
 from minserve.policy.limits import Limits
 from minserve.policy.schedule import PlanFunction, plan_step
@@ -31,7 +31,6 @@ from minserve.request import (
     Submission,
     TokenEvent,
     TokenLogprob,
-    Usage,
 )
 from minserve.views import Views
 from minserve.waiting import Waiting
@@ -209,7 +208,7 @@ class Scheduler:
         if request.computed >= request.limit:  # no output is wanted, at most the prompt's log probabilities
             scores = self._scores(request)
             self._end(request, FinishReason.LENGTH)
-            events.append(_end_event(request, prompt_logprobs=scores))
+            events.append(end_event(request, prompt_logprobs=scores))
 
     def _accept(
         self,
@@ -223,14 +222,12 @@ class Scheduler:
         for token, logprob in zip(tokens, chain(logprobs, repeat(None)), strict=False):
             if token < 0:
                 self._end(request, FinishReason.ERROR)
-                events.append(_end_event(request, error=no_valid_token()))
+                events.append(end_event(request, no_valid_token()))
                 return
             request.tokens.append(token)
-            finish = _finish_reason(request, token)
-            index = request.output_len - 1
-            usage = None if finish is None else _usage(request)
-            scores = self._scores(request) if index == 0 else ()
-            events.append(TokenEvent(request.id, index, token, logprob, finish, None, usage, scores))
+            finish = finish_reason(request)
+            scores = self._scores(request) if request.output_len == 1 else ()
+            events.append(token_event(request, logprob, finish, scores))
             if finish is not None:
                 break
         request.computed = min(request.computed, request.known - 1)
@@ -257,7 +254,7 @@ class Scheduler:
         if request is None:
             return None
         self._end(request, reason)
-        return _end_event(request, error=error)
+        return end_event(request, error)
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         """The one way out: seat, blocks and place in line are given back."""
@@ -298,23 +295,3 @@ class Scheduler:
             idle = request.seat < 0 and not request.blocks and request.computed == 0
             assert (request.id in self._running) != idle, f"{request.id}: neither running nor waiting"
             assert request.finish is None, f"{request.id} has ended"
-
-
-def _finish_reason(request: Request, token: int) -> FinishReason | None:
-    params = request.params
-    if token in params.stop_token_ids and request.output_len > params.min_tokens:
-        return FinishReason.STOP
-    return FinishReason.LENGTH if request.output_len >= params.max_tokens else None
-
-
-def _usage(request: Request) -> Usage:
-    return Usage(request.prompt_len, request.cached, request.output_len)
-
-
-def _end_event(request: Request, **details: Any) -> TokenEvent:
-    """An end without a token."""
-    return TokenEvent(request.id, request.output_len, -1, finish=request.finish, usage=_usage(request), **details)
-
-
-def no_valid_token() -> RequestError:
-    return RequestError("The model left no token that may come next.", status=500, code="no_valid_token")

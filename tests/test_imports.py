@@ -37,6 +37,7 @@ ROOMS = {
     "cache": room(2, rooms="request blocks prefix"),
     "waiting": room(2, rooms="request policy"),
     "views": room(2, rooms="request policy cache waiting"),
+    "events": room(2, rooms="request"),
     "scheduler": room(2),
     "batch": room(2, "numpy"),
     "batch_build": room(2, "numpy", rooms="request batch"),
