@@ -290,6 +290,42 @@ async def test_a_key_is_asked_for_and_kept_for_this_tab_only(open_page: Open) ->
         assert await page.evaluate("JSON.stringify(localStorage).includes('secret')") is False
 
 
+async def test_tabs_keep_their_own_conversations(open_page: Open) -> None:
+    """One that is closed or reloaded takes nothing from another; a new one goes on with the latest."""
+    async with serving(FakeEngine(say("Hello"))) as server:
+        first = await open_page(server)
+        second = await first.context.new_page()
+        await second.goto(server.url)
+        for page, text in ((first, "one"), (second, "two")):
+            await send(page, text)
+            await expect(page.locator(".content")).to_have_text("Hello")
+            await idle(page)
+        for page, text in ((first, "one"), (second, "two")):
+            await page.reload()
+            await expect(page.locator(".bubble")).to_have_text(text)
+        await first.close()
+        third = await second.context.new_page()
+        await third.goto(server.url)
+        await expect(third.locator(".bubble")).to_have_text("two")
+        await third.get_by_role("button", name="New chat").click()
+        await third.reload()
+        await expect(third.locator("#welcome")).to_be_visible()
+        await expect(third.locator(".message")).to_have_count(0)
+
+
+async def test_a_long_answer_can_be_read_with_the_keyboard(open_page: Open) -> None:
+    async with serving(FakeEngine(say("word\n\n" * 200))) as server:
+        page = await open_page(server)
+        await send(page, "Hi")
+        await idle(page)
+        await expect(page.locator(".message").first).not_to_be_in_viewport()
+        await page.locator("#input").focus()
+        for _ in range(3):  # past Try again and Copy
+            await page.keyboard.press("Shift+Tab")
+        await page.keyboard.press("Home")
+        await expect(page.locator(".message").first).to_be_in_viewport()
+
+
 async def test_enter_sends_and_shift_enter_does_not(open_page: Open) -> None:
     async with serving(FakeEngine(say("Hello"))) as server:
         page = await open_page(server)
@@ -441,6 +477,7 @@ async def test_the_live_view_follows_the_engine(open_page: Open) -> None:
         stream = await server.engine.stream()
         await expect(page.locator("#held")).to_have_text("1 held")
         await expect(page.locator("#pools")).to_contain_text("interactive: 1 running")
+        await expect(page.get_by_role("region", name="Requests", exact=True)).to_have_count(1)
         await page.get_by_role("button", name="Pause").click()
         await expect(page.get_by_role("button", name="Go on")).to_have_attribute("aria-pressed", "true")
         finish(stream)

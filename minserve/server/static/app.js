@@ -366,10 +366,9 @@ function announce(text) {
 addEventListener("beforeunload", () => (left = performance.now()));
 addEventListener("pagehide", () => {
   left = performance.now();
-  if (busy) {
-    messages.at(-1).end = "stopped";
-    stop();
-  }
+  if (!busy) return; // saved already
+  messages.at(-1).end = "stopped";
+  stop();
   store.saveChat(messages);
 });
 document.addEventListener("visibilitychange", () => document.hidden || checkServer());

@@ -163,11 +163,12 @@ function byCount(held, cached, palette) {
 function drawSteps(steps) {
   const { context, width, height } = prepare($("steps"), 112);
   const palette = colours();
-  const largest = Math.max(16, ...steps.map((step) => step.prefill_tokens + step.decode_tokens));
+  const largest = Math.max(0, ...steps.map((step) => step.prefill_tokens + step.decode_tokens));
+  const top = Math.max(16, largest); // few tokens are low bars
   const bar = width / STEPS;
   steps.forEach((step, i) => {
     const x = width - (steps.length - i) * bar;
-    const scale = (tokens) => (tokens / largest) * (height - 2);
+    const scale = (tokens) => (tokens / top) * (height - 2);
     const decode = scale(step.decode_tokens);
     context.fillStyle = palette.held;
     context.fillRect(x, height - decode, Math.max(1, bar - 1.5), decode);
@@ -180,7 +181,7 @@ function drawSteps(steps) {
   const last = steps.at(-1);
   const worst = Math.max(0, ...steps.map((step) => step.run_ms));
   $("steps-text").textContent = last
-    ? `The last ${steps.length} steps. The latest took ${last.run_ms.toFixed(1)} ms, the longest ${worst.toFixed(1)} ms; the tallest bar is ${count(largest)} tokens.`
+    ? `The last ${steps.length} steps. The latest took ${last.run_ms.toFixed(1)} ms, the longest ${worst.toFixed(1)} ms; the tallest bar is ${count(largest)} ${largest === 1 ? "token" : "tokens"}.`
     : "Nothing has run yet.";
 }
 

@@ -1,5 +1,6 @@
 /**
- * What outlives a reload: the conversation and the settings, in localStorage; the API key, in sessionStorage only.
+ * What outlives a reload: the conversation and the settings in localStorage, the API key in sessionStorage only. A tab's
+ * own conversation stands in sessionStorage too: tabs don't overwrite each other's, and a new one goes on with the latest.
  * A browser that refuses storage (private mode, full disk) costs the memory, never the page.
  */
 
@@ -28,12 +29,13 @@ function write(storage, name, value) {
 
 /** Messages as { role, content, reasoning?, stats?, end?, error? }; damaged entries are left out. */
 export function loadChat() {
-  const messages = read(localStorage, CHAT, []);
+  const messages = read(sessionStorage, CHAT, null) ?? read(localStorage, CHAT, []);
   if (!Array.isArray(messages)) return [];
   return messages.filter((m) => ["user", "assistant"].includes(m?.role) && typeof m.content === "string");
 }
 
 export function saveChat(messages) {
+  write(sessionStorage, CHAT, messages);
   write(localStorage, CHAT, messages.length ? messages : null);
 }
 
