@@ -7,7 +7,8 @@ from typing import Any
 
 from minserve.batch import StepResult
 from minserve.batch_build import build_batch
-from minserve.policy.schedule import Limits, PlanFunction, plan_step
+from minserve.policy.limits import Limits
+from minserve.policy.schedule import PlanFunction, plan_step
 from minserve.request import FinishReason, Pool, RequestError, SamplingParams, StepPlan, Submission, TokenEvent
 from minserve.runner import Runner
 from minserve.scheduler import Scheduler

@@ -11,8 +11,9 @@ import pytest
 from minserve import prefix
 from minserve.batch import ChunkResult, StepResult
 from minserve.policy import room
+from minserve.policy.limits import Limits
 from minserve.policy.room import MAX_SKIPS
-from minserve.policy.schedule import Limits, plan_step
+from minserve.policy.schedule import plan_step
 from minserve.request import FinishReason, RequestError, SamplingParams, StepPlan, Submission, View
 from minserve.scheduler import Scheduler
 from tests.driver import Driver

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from minserve.policy import room
-from minserve.policy.schedule import Limits, PoolLimits, plan_step
+from minserve.policy.limits import Limits, PoolLimits
+from minserve.policy.schedule import plan_step
 from minserve.request import FinishReason, Pool, SamplingParams, StepPlan, Submission, View
 from tests.driver import Driver
 from tests.fake_program import VOCAB

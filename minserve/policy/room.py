@@ -6,7 +6,7 @@ Pure: counts from Views, nothing else. It must not know how many tokens a step h
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from minserve.policy.limits import Limits
 from minserve.policy.part import Part
@@ -19,6 +19,8 @@ MAX_PREEMPTIONS = 3  # after these a request comes back only with room for all i
 
 POOLS = tuple(Pool)  # interactive before bulk
 RANK = {pool: rank for rank, pool in enumerate(POOLS)}
+
+Lines = Mapping[Pool, Sequence[View]]  # each pool's requests, in order
 
 
 def order(view: View) -> tuple[int, float, str]:

@@ -25,13 +25,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from minserve.policy import turns
-from minserve.policy.limits import Limits, PoolLimits
+from minserve.policy.budget import Budget
+from minserve.policy.limits import Limits
 from minserve.policy.part import Part
 from minserve.policy.room import MAX_SKIPS, POOLS, RANK, Room, order, starving
 from minserve.request import Pool, StepPlan, View
-
-__all__ = ["Limits", "PlanFunction", "PoolLimits", "order", "plan_step"]
 
 STUCK = ("blocks", "pool_share")  # reasons to wait that smaller requests may not share
 
@@ -44,7 +42,7 @@ def plan_step(
     """Decide one step. `free_blocks` counts blocks that nobody holds, cached ones included; changes nothing."""
     plan = _Planner(step, running, waiting, free_blocks, limits)
     for pool in POOLS:
-        if plan.decoding[pool] or plan.wanting[pool] or plan.waiting[pool]:
+        if plan.decoding[pool] or plan.prompt[pool] or plan.waiting[pool]:
             plan.serve(pool)
     plan.hand_out_rest()
     return plan.result()
@@ -73,21 +71,8 @@ class _Planner:
         self.decoding = _by_pool(view for view in served if view.known - view.computed == 1)
         self.prompt = _by_pool(view for view in served if view.known - view.computed != 1)
         self.waiting = _by_pool(waiting)
-        decodes = sum(len(views) for views in self.decoding.values())
-        self.wanting = {pool: self.prompt[pool] + [v for v in self.waiting[pool] if not v.blocked] for pool in POOLS}
-        self.below = turns.below(self.decoding)
-        self.resting = turns.resting(self.decoding, self.wanting)
-        self.reading = turns.reading(self.decoding, step)
-        self.absent = self.resting | self.reading
-        rested = sum(len(self.decoding[pool]) for pool in self.absent)
-        self.decode_tokens = min(decodes - rested, limits.max_step_tokens)
-        self.budget = limits.max_step_tokens - self.decode_tokens
-        if decodes:
-            self.budget = min(self.budget, limits.chunk_tokens + int(rested * limits.decode_worth))
-        self.caps = self._caps()  # of prompt tokens, per pool
-        self.step_budget = self.budget
-        self.read = 0  # prompt tokens granted
-        self.kept = 0  # prompt tokens that higher pools left to lower ones
+        wanting = {pool: self.prompt[pool] + [v for v in self.waiting[pool] if not v.blocked] for pool in POOLS}
+        self.budget = Budget(self.decoding, wanting, step, limits)
         # Every seat in use keeps a row; what is beyond them may go to scored rows and drafts.
         forks = sum(len(view.forks) for view in (*running, *waiting))
         seats = min(limits.max_seqs, len(running) + len(waiting) + forks)
@@ -100,42 +85,26 @@ class _Planner:
 
     # -- rule 2
 
-    def _caps(self) -> dict[Pool, int]:
-        caps = dict.fromkeys(POOLS, self.limits.max_step_tokens)
-        for pool in self.below:
-            reads = pool in self.reading or not self.decoding[pool]
-            caps[pool] = max(self.limits.block_size, self.budget // 2) if reads else 0
-        return caps
-
     def serve(self, pool: Pool) -> None:
         """A pool's decodes and prompts, now that higher pools have what they want."""
-        read = self.read > 0
-        if read and pool in self.resting:
+        budget, read = self.budget, self.budget.read > 0
+        if read and pool in budget.resting:
             self.rested += self.decoding[pool]
-        elif not read and pool in self.reading and self._read(pool):
+        elif not read and pool in budget.reading and self._read(pool):
             return
         else:
-            if pool in self.absent:
-                self._wake(pool)
+            if pool in budget.resting | budget.reading:
+                budget.wake(pool, self._taken())
             self._decode(pool)
         if read:
-            self.caps[pool] = self.kept
+            budget.cap_at_kept(pool)
         self._read(pool)
-
-    def _wake(self, pool: Pool) -> None:
-        """Its decodes don't rest after all: their tokens, and what their time is worth in prompt tokens."""
-        decodes, taken = len(self.decoding[pool]), sum(part.count for part in self.granted)
-        self.decode_tokens += decodes
-        self.budget = self.limits.max_step_tokens - taken - decodes
-        if any(self.decoding.values()):
-            self.budget = min(self.budget, self.limits.chunk_tokens)
-        self.caps[pool] = self._caps()[pool]
 
     def _decode(self, pool: Pool) -> None:
         for view in self.decoding[pool]:
             part = self.room.parts.get(view.id)
-            if part is not None and self.decode_tokens:
-                self.decode_tokens -= 1
+            if part is not None and self.budget.decodes:
+                self.budget.decodes -= 1
                 if not self._grant(part, 1) and self.alone:
                     self.exhausted.append(view.id)
 
@@ -146,20 +115,18 @@ class _Planner:
 
         False if there was nothing to read.
         """
-        before = self.read
-        kept = self._promised_below(pool)
-        self.kept += kept
-        self.budget -= kept
+        before = self.budget.read
+        kept = self.budget.keep_for_lower(pool)
         self._share_out(pool)
-        self.budget += kept
-        return self.read > before
+        self.budget.give_back(kept)
+        return self.budget.read > before
 
     def hand_out_rest(self) -> None:
         """Prompt tokens that were kept in vain go round again; drafts get what nobody else could use."""
-        if self.kept and self.budget:
+        if self.budget.kept and not self.budget.spent:
             for pool in POOLS:
                 self._share_out(pool)
-        tokens = self.limits.max_step_tokens - sum(part.count for part in self.granted)
+        tokens = self.limits.max_step_tokens - self._taken()
         for part in self.granted:
             if part.view.draft and part.samples and not part.forks:
                 tokens -= self._draft(part, tokens)
@@ -169,19 +136,21 @@ class _Planner:
         line = sorted(self.prompt[pool] + self.waiting[pool], key=order)
         for place, view in enumerate(line, start=1):
             if view.id in self.room.parts or self._admit(view):
-                left = min(self.budget, self.caps[pool])
+                left = self.budget.left(pool)
                 ends = view.known - view.computed <= left
                 self._extend(view, left if ends or place == len(line) else max(self.limits.block_size, left // 2))
         for view in line:
-            if self.budget and view.id in self.room.parts:
-                self._extend(view, self.budget)
+            if view.id in self.room.parts:
+                self._extend(view, self.budget.left(pool))
 
     def _extend(self, view: View, count: int) -> None:
-        """Up to `count` more prompt tokens out of the budget and of what the pool may have of it."""
-        granted = self._grant(self.room.parts[view.id], min(count, self.budget, self.caps[view.pool]))
-        self.read += granted
-        self.budget -= granted
-        self.caps[view.pool] -= granted
+        """Up to `count` more prompt tokens, as far as the pool has any."""
+        granted = self._grant(self.room.parts[view.id], min(count, self.budget.left(view.pool)))
+        self.budget.take(view.pool, granted)
+
+    def _taken(self) -> int:
+        """Tokens that the step has by now, drafts not counted."""
+        return sum(part.count for part in self.granted)
 
     def _grant(self, part: Part, count: int) -> int:
         """Up to `count` more tokens, as far as rows and blocks go; returns how many it got."""
@@ -236,7 +205,7 @@ class _Planner:
         return False
 
     def _refusal(self, view: View) -> str | None:
-        if min(self.budget, self.caps[view.pool]) <= 0:
+        if self.budget.left(view.pool) <= 0:
             return "step_budget"
         if view.scored[1] > view.computed and self.rows == 0 < self.spare_rows:
             return "rows"
@@ -265,15 +234,6 @@ class _Planner:
         if line and above and not passed and not self.room.seats[pool]:
             passed = line[:1]
         return passed
-
-    def _promised_below(self, pool: Pool) -> int:
-        """Prompt tokens that lower pools were promised and want."""
-        promised = 0
-        for below in POOLS:
-            if RANK[below] > RANK[pool]:
-                wanted = sum(view.known - view.computed for view in self.wanting[below])
-                promised += min(wanted, self.limits.promised_tokens(below, self.step_budget, self.step))
-        return min(promised, self.budget)
 
     # -- what a request gets
 

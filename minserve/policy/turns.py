@@ -5,17 +5,15 @@ Pure: counts from Views. It must not know what a step holds. Whose decodes wait 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from minserve.policy.room import POOLS
+from minserve.policy.room import POOLS, Lines
 from minserve.request import Pool, View
 
 MAX_RESTS = 2  # not made up for: so two prompts in a row are let through, yet half of the steps remain
 
-_Views = Mapping[Pool, Sequence[View]]
 
-
-def resting(decoding: _Views, wanting: _Views) -> set[Pool]:
+def resting(decoding: Lines, wanting: Lines) -> set[Pool]:
     """Pools whose decodes rest if a higher one reads a prompt: one may do so, and they can wait.
 
     wanting: who could read its prompt in this step.
@@ -23,13 +21,13 @@ def resting(decoding: _Views, wanting: _Views) -> set[Pool]:
     return {pool for pool in below(wanting) if decoding[pool] and _rests(decoding[pool]) < MAX_RESTS}
 
 
-def reading(decoding: _Views, step: int) -> set[Pool]:
+def reading(decoding: Lines, step: int) -> set[Pool]:
     """Pools that read prompts in this step, if they have any, and decode in the next, because a higher one decodes:
     two short steps between its tokens instead of a long one."""
     return {p for p in below(decoding) if step % 2 and decoding[p] and _rests(decoding[p]) < MAX_RESTS}
 
 
-def below(views: _Views) -> set[Pool]:
+def below(views: Lines) -> set[Pool]:
     """Pools with a higher one that has any of these."""
     first = next((rank for rank, pool in enumerate(POOLS) if views[pool]), len(POOLS))
     return set(POOLS[first + 1 :])

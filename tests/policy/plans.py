@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from minserve.policy.schedule import Limits, PoolLimits, plan_step
+from minserve.policy.limits import Limits, PoolLimits
+from minserve.policy.schedule import plan_step
 from minserve.request import Pool, StepPlan, View
 
 BLOCK = 4

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from minserve.policy.limits import Limits, PoolLimits
 from minserve.policy.room import MAX_PREEMPTIONS, MAX_SKIPS, RANK, order
-from minserve.policy.schedule import Limits, PoolLimits, plan_step
+from minserve.policy.schedule import plan_step
 from minserve.request import Pool, StepPlan, View
 
 thorough = settings(
