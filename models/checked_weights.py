@@ -41,19 +41,19 @@ class Weights:
         self._read.add(name)
         return tensor
 
-    def linear(self, module: str, rows: Mapping[str, int], cols: int, *, bias: bool = False) -> Weight:
-        """The projections module.part of x [., cols], fused: their rows stand one after the other."""
+    def linear(
+        self, module: str, rows: Mapping[str, int], cols: int, *, bias: bool = False, pairs: bool = False
+    ) -> Weight:
+        """The projections module.part of x [., cols], fused: their rows stand one after the other. pairs: a gate and an
+        up, to be used through `glu`."""
         tensors = [self.tensor(f"{module}.{part}.weight", n, cols) for part, n in rows.items()]
         biases = [self.tensor(f"{module}.{part}.bias", n).float32() for part, n in rows.items()] if bias else []
-        return self.prepare(tensors, HostTensor.from_array(f"{module}.bias", np.concatenate(biases)) if bias else None)
+        joined = HostTensor.from_array(f"{module}.bias", np.concatenate(biases)) if bias else None
+        return self.prepare(tensors, joined, pairs=pairs)
 
     def gate_up(self, module: str, rows: int, cols: int, *, bias: bool = False) -> Weight:
-        """gate_proj and up_proj of a gated MLP, to be used through `glu`."""
-        parts = ("gate_proj", "up_proj")
-        tensors = [self.tensor(f"{module}.{part}.weight", rows, cols) for part in parts]
-        biases = [self.tensor(f"{module}.{part}.bias", rows).float32() for part in parts] if bias else []
-        joined = HostTensor.from_array(f"{module}.bias", np.concatenate(biases)) if bias else None
-        return self.prepare(tensors, joined, pairs=True)
+        """gate_proj and up_proj of a gated MLP."""
+        return self.linear(module, {"gate_proj": rows, "up_proj": rows}, cols, bias=bias, pairs=True)
 
     def prepare(self, tensors: Sequence[HostTensor], bias: HostTensor | None = None, *, pairs: bool = False) -> Weight:
         weight = self._backend.prepare_linear(tensors, bias, pairs=pairs)
