@@ -11,10 +11,12 @@ import math
 import tomllib
 from pathlib import Path
 from statistics import NormalDist
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
-from minserve.config import Count, LimitConfig, Money, Natural, Positive, PricesConfig, Section, Share
+from minserve.config import Count, LimitConfig, Money, Natural, PricesConfig, Section, Share
 from minserve.economics.costs import DAYS
 from minserve.economics.prices import NANO, Prices
 
@@ -42,8 +44,8 @@ class Users(Section, frozen=True):
     """sigma: the tail. 0: all alike; 1: the dearest 1 % call ten times as often as the median; 1.5: thirty times."""
 
     count: Count = 1000
-    requests_per_day: Positive = 5.0  # of the median user
-    sigma: float = 1.2
+    requests_per_day: Annotated[float, Meta(gt=0, le=1e6)] = 5.0  # of the median user
+    sigma: Annotated[float, Meta(ge=0, le=5)] = 1.2
 
 
 class Scenario(Section, frozen=True):

@@ -81,7 +81,13 @@ def test_without_caps_the_report_says_that_nothing_bounds_the_worst_case(tmp_pat
     assert "no cap bounds what one user can cost" in "\n".join(report.lines())
 
 
-@pytest.mark.parametrize("text", ["[users]\ncount = 0", "typo = 1", "[call", "[prices]\nprefill = -1"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("typo = 1", "[call", "[prices]\nprefill = -1", "[users]\ncount = 0", "[users]\nsigma = nan"),
+        *("[users]\nsigma = 1000", "[users]\nrequests_per_day = inf"),
+    ],
+)
 def test_a_bad_scenario_names_its_file(tmp_path: Path, text: str) -> None:
     with pytest.raises(ValueError, match=r"s\.toml"):
         scenario(tmp_path, text)
