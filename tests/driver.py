@@ -13,8 +13,18 @@ from minserve.request import FinishReason, Pool, RequestError, SamplingParams, S
 from minserve.runner import Runner
 from minserve.scheduler import Scheduler
 from tests.fake_program import VOCAB, Alone, FakeProgram, alone
+from tests.policy.plans import make_limits
 
 FAILED = RequestError("failed", status=500, code="engine_error")
+
+
+def prompt(length: int, start: int = 0) -> list[int]:
+    """No two starts below VOCAB have a block in common."""
+    return [(start + 5 * i * (start + 1)) % VOCAB for i in range(length)]
+
+
+def driver(**limits: Any) -> Driver:
+    return Driver(make_limits(**limits))
 
 
 class Driver:
