@@ -28,6 +28,8 @@ async def read_fields(request: web.Request) -> dict[str, Any]:
     if request.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise RequestError("Compressed request bodies are not accepted.", status=415, code="unsupported_encoding")
     try:
+        if (request.content_length or 0) > request.client_max_size:
+            raise web.HTTPRequestEntityTooLarge(request.client_max_size)
         async with asyncio.timeout(_BODY_SECONDS):
             body = await request.read()
     except TimeoutError:

@@ -34,6 +34,7 @@ ADMIN_ROUTES = frozenset({"/metrics", "/status", "/limits/reset"})
 GENERATING_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions"})
 _QUIET = frozenset({"/health", "/ready", "/metrics", "/status", "/static/{name}"})  # asked again and again
 
+FIXED_HEADERS = {"X-Content-Type-Options": "nosniff", "Server": "minserve"}  # not aiohttp's version
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -151,8 +152,7 @@ async def authenticated(request: web.Request, handler: Handler) -> web.StreamRes
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
     """On every response, streams and errors included, before its headers leave."""
     response.headers["X-Request-ID"] = request[VISIT].request_id
-    response.headers["X-Content-Type-Options"] = "nosniff"
-    response.headers["Server"] = "minserve"
+    response.headers.update(FIXED_HEADERS)
     for name, value in request.app[ORIGINS].headers(request.headers.get("Origin")).items():
         response.headers[name] = value
     identity = request[VISIT].identity

@@ -21,7 +21,16 @@ from minserve.config import ServerConfig
 from minserve.economics.accounting import Accounting
 from minserve.request import RequestError
 from minserve.server.errors import error_response, not_http
-from minserve.server.middleware import GENERATING_ROUTES, ORIGINS, REFUSE, add_headers, guarded, observed, recorded
+from minserve.server.middleware import (
+    FIXED_HEADERS,
+    GENERATING_ROUTES,
+    ORIGINS,
+    REFUSE,
+    add_headers,
+    guarded,
+    observed,
+    recorded,
+)
 from minserve.server.origins import Origins
 
 KEEP_ALIVE_S = 75.0  # longer than what proxies in front keep, so that they never write to a closed connection
@@ -51,6 +60,7 @@ class _Protocol(web.RequestHandler):
         response = super().handle_error(request, status, exc, message)  # logs; OSError if something was sent before
         if isinstance(exc, HttpProcessingError):
             response = error_response(not_http(exc.code))
+            response.headers.update(FIXED_HEADERS)
             response.force_close()
         return response
 

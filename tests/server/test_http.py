@@ -89,6 +89,7 @@ async def test_what_is_no_http_gets_a_json_error_too(
     head, _, body = (await raw_answer(server, request_bytes)).partition(b"\r\n\r\n")
     assert head.split()[1] == b"400"
     assert b"\r\nContent-Type: application/json" in head
+    assert b"\r\nServer: minserve" in head
     assert error(400, json.loads(body))["code"] == "invalid_http"
     assert b"secret" not in body
     assert "secret" not in caplog.text
@@ -136,6 +137,16 @@ async def test_a_body_above_the_limit_is_413() -> None:
         status, reply = await server.post("/v1/completions", {**COMPLETION, "prompt": "x" * 2000})
         assert (status, error(413, reply)["code"]) == (413, "body_too_large")
         assert server.rows[-1].code == "body_too_large"
+
+
+async def test_a_body_that_says_it_is_too_large_is_not_waited_for(server: Server) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    host, port = server.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(head + b"Content-Length: 1000000000\r\n\r\n{")
+    assert (await asyncio.wait_for(reader.readline(), 5)).split()[1] == b"413"
+    writer.close()
+    assert server.rows[-1].code == "body_too_large"
 
 
 async def test_the_stages_of_input_have_their_own_codes() -> None:
