@@ -11,30 +11,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
-
-from minserve.config import AccountConfig, Config
+from minserve.config import Config
 from minserve.economics.alerts import Alerts, Send
-from minserve.economics.allowance import Allowance
 from minserve.economics.clock import SteadyClock
 from minserve.economics.device import DeviceHours, priced
 from minserve.economics.history import reset_statement
+from minserve.economics.journal import Journal, OnRow
 from minserve.economics.keys import Identity, Keyring
 from minserve.economics.ledger import Ledger, ledger_path
 from minserve.economics.limits import Limiter, Scope, Ticket, rate_headers
 from minserve.economics.loops import Repeats, Runs
-from minserve.economics.payers import Payers
-from minserve.economics.prices import Prices, money, nano
+from minserve.economics.payers import Payers, check_cost
+from minserve.economics.prices import Prices
 from minserve.economics.reconfigure import reconfigure
 from minserve.economics.reservation import Admission, Reservation
 from minserve.economics.restore import restore
 from minserve.economics.rows import REFUSED, STATIC, Row
-from minserve.economics.schema import FileLock, LedgerError, lock_folder, lock_ledger
+from minserve.economics.schema import FileLock, lock_folder, lock_ledger
 from minserve.economics.server_budget import ServerBudget
 from minserve.economics.settlement import Settlement
 from minserve.economics.spend import PromptDrift
@@ -42,11 +39,7 @@ from minserve.economics.tokens import PageTokens, server_secret
 from minserve.economics.windows import ZERO, Amount
 from minserve.request import RequestError, RequestOutcome, StepRecord
 
-log = logging.getLogger("minserve.accounting")
-
 __all__ = ["Accounting", "Admission", "Reservation"]
-
-OnRow = Callable[[Row], None]
 
 
 class Accounting:
@@ -71,16 +64,14 @@ class Accounting:
         self.alerts = Alerts(send_alert, attempts=config.alerts.attempts)
         self.tokens = PageTokens(token_secret)
         self.keys = Keyring(config.keys, config.local, self.tokens)
-        self.on_row = on_row
         self.locks: list[FileLock] = []
         self._runs = Runs(self.limiter, config.loops.run_idle_s)
         self._repeats = Repeats(config.loops, self.alerts)
         self._drift = PromptDrift(self.alerts, ratio=config.alerts.drift_ratio, least=config.alerts.drift_min_requests)
         self.payers = Payers(config, self._runs)
         self.budget = ServerBudget(self.limiter, self.alerts)
-        self._strangers = Allowance(rate=1, burst=60)  # rows: at worst some 20 MB a day
+        self._journal = Journal(ledger, required=config.ledger.on_failure != "serve", on_row=on_row)
         self._open: dict[int, tuple[Identity, Ticket]] = {}
-        self._next_seq = 0
         self._device = DeviceHours(ledger.execute, self.clock) if ledger else None
         self.watch_spend()
         if ledger is not None:
@@ -157,15 +148,9 @@ class Accounting:
         started = time.monotonic() if admission.started is None else admission.started
         identity = _payer(admission)
         self._repeats.check(identity, admission.prompts, now)
-        if identity.run_cost is not None and self.prices.free:
-            raise RequestError(
-                "This server has no prices, so a run's spend can't be limited; X-Run-Max-Calls can.",
-                code="no_prices",
-                param="metadata.run_max_spend",
-            )
         completion = admission.max_tokens * admission.choices
         cost = self.prices.cost(admission.prompt_tokens, 0, completion)
-        self._check_price(identity.account, cost)
+        check_cost(identity, cost, self.prices)
         amount = Amount(1, admission.prompt_tokens + completion, cost, held=cost)
         try:
             ticket = self.limiter.take(self.payers.of(identity, now), amount, now)
@@ -174,7 +159,7 @@ class Accounting:
                 self.budget.exhausted(now)
             raise
         self._runs.began(identity.key, identity.run, now)
-        row = admission.row(self._number(), now)
+        row = admission.row(self._journal.number(), now)
         row.reserved = cost
         self._open[row.seq] = identity, ticket
         reservation = Reservation(self, row, ticket, started)
@@ -183,20 +168,11 @@ class Accounting:
         return reservation
 
     async def _commit(self, reservation: Reservation) -> None:
-        if self.ledger is None:
-            return
         try:
-            await self.ledger.commit(reservation.row)
-        except LedgerError:
-            if self.config.ledger.on_failure == "serve":
-                return
+            await self._journal.begin(reservation.row)
+        except RequestError:
             reservation.cancel()
-            raise RequestError(
-                "The server can't record calls now, so it does not take any.",
-                status=503,
-                code="ledger_unavailable",
-                retry_after=10,
-            ) from None
+            raise
         except asyncio.CancelledError:
             reservation.settle(Settlement(finish="abort", status=499, code="client_closed"))
             raise
@@ -210,9 +186,7 @@ class Accounting:
         tokens = end.prompt_tokens + end.completion_tokens
         cost = self.price(row, end.prompt_tokens, end.cached_tokens, end.completion_tokens)
         self.release(row, ticket, Amount(1, tokens, cost) if tokens else ZERO)
-        total_ms = (time.monotonic() - started) * 1e3
-        row = msgspec.structs.replace(row, cost=cost, total_ms=total_ms, **end.columns())
-        self._finished(row)
+        row = self._journal.finish(row, started, end, cost)
         self.budget.check(self.clock())
         return row
 
@@ -221,9 +195,8 @@ class Accounting:
         del self._open[row.seq]
 
     def refuse(self, admission: Admission, error: RequestError) -> None:
-        """A row for a call that never got a reservation. Nobody can fill the disk who has no account: beyond a rate,
-        calls without one are counted and logged, not written."""
-        self._record(admission, Settlement(finish=REFUSED, status=error.status, code=error.code))
+        """A row for a call that never got a reservation."""
+        self._journal.record(admission, self.clock(), Settlement(finish=REFUSED, status=error.status, code=error.code))
 
     def static(self, admission: Admission) -> None:
         """Count a call that gets a fixed text instead of the model: one request, no tokens, no cost. RequestError, for
@@ -231,34 +204,12 @@ class Accounting:
         now, identity = self.clock(), _payer(admission)
         self.limiter.take(self.payers.of(identity, now), Amount(1), now)
         self._runs.began(identity.key, identity.run, now)
-        self._record(admission, Settlement(finish=STATIC, status=200))
-
-    def _record(self, admission: Admission, end: Settlement) -> None:
-        now = self.clock()
-        row = admission.row(self._number(), now)
-        total = None if admission.started is None else (time.monotonic() - admission.started) * 1e3
-        write = admission.identity is not None or self._strangers.take(now)
-        self._finished(msgspec.structs.replace(row, total_ms=total, **end.columns()), write)
-
-    def _finished(self, row: Row, write: bool = True) -> None:
-        if write and self.ledger is not None:
-            self.ledger.put(row)
-        if self.on_row is not None:
-            try:
-                self.on_row(row)
-            except Exception:  # an observer's fault must not cost a client its answer
-                log.exception("an observer of the ledger failed")
-
-    def _number(self) -> int:
-        if self.ledger is not None:
-            return self.ledger.number()
-        self._next_seq += 1
-        return self._next_seq
+        self._journal.record(admission, now, Settlement(finish=STATIC, status=200))
 
     @property
     def recording(self) -> bool:
         """Calls can be taken: their rows can be written, or need not be."""
-        return self.ledger is None or self.ledger.available or self.config.ledger.on_failure == "serve"
+        return self._journal.recording
 
     def headers(self, identity: Identity) -> dict[str, str]:
         """`x-ratelimit-*` for a reply to `identity`."""
@@ -278,15 +229,6 @@ class Accounting:
             self.ledger.execute(*reset_statement(scope, now))
         self.budget.check(now)
         return True
-
-    def _check_price(self, account: AccountConfig, cost: int) -> None:
-        if account.max_call_cost is not None and cost > nano(account.max_call_cost):
-            raise RequestError(
-                f"This call may cost {money(cost)} {self.prices.currency}; this account allows "
-                f"{money(nano(account.max_call_cost))} a call. Ask for less (max_tokens, n, a shorter prompt).",
-                code="call_too_expensive",
-                param="max_tokens",
-            )
 
     # -- the server's own limit
 

@@ -1,4 +1,5 @@
-"""Who pays for a call: the server, its key, its user, its end user, its page token, its run; and with which caps.
+"""Who pays for a call: the server, its key, its user, its end user, its page token, its run; with which caps, and how
+much for one call.
 
 Owns the caps, made once from the configuration. It must not count anything.
 """
@@ -11,8 +12,9 @@ from minserve.config import Config, LimitConfig, SpendConfig
 from minserve.economics.keys import Identity
 from minserve.economics.limits import Limit, Payer, Scope
 from minserve.economics.loops import LIFE, Runs
-from minserve.economics.prices import nano
+from minserve.economics.prices import Prices, money, nano
 from minserve.economics.windows import Period
+from minserve.request import RequestError
 
 SERVER = Scope("server")
 
@@ -76,6 +78,24 @@ class Payers:
             if period != LIFE:
                 found[kind].add(period)
         return found
+
+
+def check_cost(identity: Identity, cost: int, prices: Prices) -> None:
+    """RequestError if a call may cost more than its account allows one, or limits a run's spend where nothing costs."""
+    if identity.run_cost is not None and prices.free:
+        raise RequestError(
+            "This server has no prices, so a run's spend can't be limited; X-Run-Max-Calls can.",
+            code="no_prices",
+            param="metadata.run_max_spend",
+        )
+    most = identity.account.max_call_cost
+    if most is not None and cost > nano(most):
+        raise RequestError(
+            f"This call may cost {money(cost)} {prices.currency}; this account allows {money(nano(most))} a call. "
+            "Ask for less (max_tokens, n, a shorter prompt).",
+            code="call_too_expensive",
+            param="max_tokens",
+        )
 
 
 def server_limit(spend: SpendConfig) -> Limit | None:

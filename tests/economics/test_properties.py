@@ -23,6 +23,7 @@ from minserve.config import (
     Config,
     KeyConfig,
     LimitConfig,
+    LoopsConfig,
     PricesConfig,
     RunConfig,
     SpendConfig,
@@ -69,6 +70,7 @@ def config_with(caps: dict[str, tuple[LimitConfig, ...]]) -> Config:
         local=AccountConfig(),
         prices=PricesConfig(prefill=2.0, cached=1.0, decode=4.0),
         spend=SpendConfig(limit=SPEND * 1e-9, period="hour", rolling=True),
+        loops=LoopsConfig(run_idle_s=1e8),  # no run ends
     )
 
 
