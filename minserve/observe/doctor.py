@@ -38,7 +38,6 @@ class Surroundings:
     blocks_free: int
     waiting: Mapping[Pool, int]
     waits: Mapping[str, int]
-    queue_p50: float | None = None
     connections: int = 0
 
 
@@ -61,8 +60,8 @@ def _ttft(numbers: Snapshot, around: Surroundings) -> Iterator[Finding]:
     if pool.ttft_p99 is None or pool.ttft_p99 <= around.ttft_target or pool.requests < _ENOUGH:
         return
     head = f"Interactive TTFT p99 is {_time(pool.ttft_p99)} (target {_time(around.ttft_target)})"
-    queue = around.queue_p50 or 0.0
-    if around.waiting.get(Pool.INTERACTIVE, 0) or queue > _QUEUE_PART * (pool.ttft_p50 or 0.0):
+    waited = (pool.queue_p50 or 0.0) > _QUEUE_PART * (pool.ttft_p50 or 0.0)
+    if waited or around.waiting.get(Pool.INTERACTIVE, 0):
         yield Finding("problem", f"{head}, and requests queue: {_why(around)}")
     else:
         yield Finding(

@@ -20,12 +20,16 @@ _SLICE_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class PoolNumbers:
-    """Seconds; None where nothing happened in the window. requests: first tokens in it."""
+    """Seconds; None where nothing happened in the window. requests: first tokens in it.
+
+    queue_p50: what those waited for their first step whose answers ended in it.
+    """
 
     ttft_p50: float | None
     ttft_p99: float | None
     itl_p50: float | None
     itl_p99: float | None
+    queue_p50: float | None
     requests: int
 
 
@@ -78,11 +82,13 @@ class Numbers:
         self._slices: deque[_Slice] = deque()
         self._ttft = {pool: Window(window) for pool in Pool}
         self._itl = {pool: Window(window) for pool in Pool}
+        self._queue = {pool: Window(window) for pool in Pool}
 
     def observe(self, record: StepRecord | RequestOutcome) -> None:
-        if isinstance(record, RequestOutcome):
-            return
         now = self._clock()
+        if isinstance(record, RequestOutcome):
+            self._queue[record.pool].add(record.queue, now)
+            return
         for pool, seconds in record.ttfts:
             self._ttft[pool].add(seconds, now)
         # Who got a token in this step and in the one before has the same gap, to the bit: most of them.
@@ -134,6 +140,7 @@ class Numbers:
             ttft_p99=ttft.quantile(0.99, now),
             itl_p50=itl.quantile(0.5, now),
             itl_p99=itl.quantile(0.99, now),
+            queue_p50=self._queue[pool].quantile(0.5, now),
             requests=ttft.count(now),
         )
 

@@ -10,7 +10,7 @@ import pytest
 
 from minserve.request import Pool
 from tests.commands.conftest import Invoke
-from tests.observe.records import step
+from tests.observe.records import outcome, step
 from tests.server.fakes import COMPLETION, keyed, serving
 
 
@@ -32,6 +32,17 @@ async def test_a_problem_is_said_and_is_the_exit_status(invoke: Invoke) -> None:
         result = await asyncio.to_thread(invoke, "doctor", "--url", server.url)
     assert result.exit_code == 1
     assert "problem Interactive inter-token p99" in result.stdout
+
+
+async def test_a_queue_that_has_just_emptied_is_still_the_cause(invoke: Invoke) -> None:
+    async with serving() as server:
+        numbers = server.services.telemetry.numbers
+        numbers.observe(step(ttfts=((Pool.INTERACTIVE, 3.0),) * 10))
+        for _ in range(10):
+            numbers.observe(outcome(queue=2.9))
+        result = await asyncio.to_thread(invoke, "doctor", "--url", server.url)
+    assert "problem Interactive TTFT p99" in result.stdout
+    assert "and requests queue" in result.stdout
 
 
 async def test_where_keys_are_needed_it_says_which(invoke: Invoke) -> None:

@@ -11,7 +11,7 @@ from minserve.observe.doctor import Surroundings, diagnose
 from minserve.observe.numbers import PoolNumbers, Snapshot
 from minserve.request import Pool
 
-FAST = PoolNumbers(ttft_p50=0.1, ttft_p99=0.2, itl_p50=0.01, itl_p99=0.02, requests=10)
+FAST = PoolNumbers(ttft_p50=0.1, ttft_p99=0.2, itl_p50=0.01, itl_p99=0.02, queue_p50=0.01, requests=10)
 CALM = Snapshot(
     window=60.0,
     pools={Pool.INTERACTIVE: FAST, Pool.BULK: FAST},
@@ -46,7 +46,7 @@ def slow(**fields: Any) -> dict[Pool, PoolNumbers]:
         ),
         ({"pools": slow(ttft_p99=3.0)}, {"waiting": {Pool.INTERACTIVE: 5}}, "problem", "more work comes"),
         ({"pools": slow(ttft_p99=3.0)}, {}, "problem", "the time goes into reading prompts"),
-        ({"pools": slow(ttft_p99=3.0)}, {"queue_p50": 0.09}, "problem", "requests queue"),
+        ({"pools": slow(ttft_p99=3.0, queue_p50=0.09)}, {}, "problem", "requests queue"),
         ({"pools": slow(itl_p99=0.2)}, {}, "problem", "chunks of prompts delay some steps"),
         ({"pools": slow(itl_p50=0.1, itl_p99=0.2)}, {}, "problem", "Lower engine.max_num_seqs"),
         ({"pools": slow(itl_p99=0.2), "phases": {"run": 0.5, "deliver": 0.3}}, {}, "problem", "30% of the time"),
