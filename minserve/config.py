@@ -19,7 +19,7 @@ Count = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
 Positive = Annotated[float, Meta(gt=0)]
 Name = Annotated[str, Meta(min_length=1)]
-Seconds = Positive
+Seconds = Annotated[float, Meta(gt=0, le=1e9)]  # infinity is no Retry-After, and no time to sleep
 Money = Annotated[float, Meta(ge=0, le=1e9)]  # in prices.currency
 PeriodName = Literal["minute", "hour", "day", "month"]
 PoolName = Literal["interactive", "bulk"]

@@ -52,6 +52,7 @@ def test_keys_are_a_table(tmp_path: Path) -> None:
         ("[engine]\nthreads = true\n", "engine.threads: Expected `int`, got `bool`"),
         ("[engine]\nmax_num_seqs = 0\n", "engine.max_num_seqs: Expected `int` >= 1"),
         ("[engine]\ndevice = 'tpu'\n", "engine.device is one of auto, cuda, cpu (got 'tpu')"),
+        ("[loops]\nrepeat_window_s = inf\n", "loops.repeat_window_s: Expected `float` <= 1000000000.0"),
         ("[model]\nname = ''\n", "model.name: Expected `str` of length >= 1"),
         ("[local]\npools = 'bulk'\n", "local.pools: Expected `array`, got `str`"),
         ("[keys.web]\nuser = 'ann'\n", "keys: Object missing required field `sha256`"),
