@@ -132,7 +132,7 @@ class InfoRoutes:
         return json_response({"aborted": body.id})
 
     async def reset(self, request: web.Request) -> web.Response:
-        """An operator forgives: what a scope has used so far counts no more."""
+        """An operator forgives: what a scope has used so far counts no more, not even after a crash that follows."""
         body = to_struct(await read_fields(request), ResetBody)
         names = {column: getattr(body, column) for column in SCOPE_COLUMNS[body.scope]}
         for column, name in names.items():
@@ -140,6 +140,8 @@ class InfoRoutes:
                 raise RequestError(f"`{column}` is needed to reset this scope.", param=column)
         if not self._s.accounting.reset(Scope(body.scope, tuple(names.values()))):
             raise not_found("Nothing is counted there.", "nothing_counted", next(reversed(names), "scope"))
+        if (ledger := self._s.accounting.ledger) is not None:
+            await ledger.flush()
         return json_response({"reset": {"scope": body.scope, **names}})
 
     # -- how it is

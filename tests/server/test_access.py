@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from minserve.config import (
     SpendConfig,
     UserConfig,
 )
+from minserve.economics.ledger import Ledger
 from tests.server.fakes import COMPLETION, FakeEngine, Server, keyed, say, serving
 from tests.server.http import ANN, KEYS, ROOT, error, raw
 
@@ -160,6 +162,14 @@ async def test_an_admin_can_reset_what_is_counted(sections: dict[str, Any], scop
             for expected in (200, 429):
                 status, _ = await server.post("/v1/completions", COMPLETION | {"user": "bob"}, headers=headers)
                 assert status == expected
+
+
+async def test_a_reset_is_on_the_disk_when_it_is_answered(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "l.db")
+    async with serving(keys=TIGHT["keys"], book=ledger) as server:
+        await server.post("/v1/completions", COMPLETION, headers=ANN)
+        assert (await server.post("/limits/reset", {"scope": "key", "key": "ann"}, headers=ROOT))[0] == 200
+        assert ledger.database.execute("SELECT kind, name FROM resets").fetchall() == [("key", '["ann"]')]
 
 
 @pytest.mark.parametrize(
