@@ -24,7 +24,8 @@ from minserve.request import RequestError
 from minserve.server.batch_answers import Answers, engine_answers
 from minserve.server.batch_lines import BatchError, Key, Line, Results, answered, faulty, read_lines, read_results, scan
 from minserve.server.batch_server import server_answers
-from minserve.server.serve import FAULTS, Say, install_signals
+from minserve.server.serve import FAULTS, Say
+from minserve.server.signals import install_signals
 
 _MAX_PAUSE_S = 60.0
 _DRAIN_SHARE = 0.8  # of timeouts.drain_s; the rest is for settling and writing

@@ -1,6 +1,6 @@
 """`minserve serve`: take the port, load, serve, drain. Read `serve` first; it is the life of the process.
 
-Owns the order of start and end, the signals, and the lines that a person reads meanwhile. It must not know routes.
+Owns the order of start and end, and the lines that a person reads meanwhile. It must not know routes.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ import asyncio
 import contextlib
 import gc
 import logging
-import os
-import signal
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -28,6 +26,7 @@ from minserve.request import Pool
 from minserve.server.app import create_app
 from minserve.server.reload import Reread, reload_on
 from minserve.server.services import ServedModel, Services
+from minserve.server.signals import call_threadsafe, install_signals
 from minserve.server.site import PortInUse, Site, address_of, bind, loading_app
 from minserve.server.telemetry import Telemetry
 from minserve.server.webhook import Webhook
@@ -37,7 +36,6 @@ from minserve.weights.cache import DownloadError
 log = logging.getLogger("minserve.server")
 
 FAULTS = (PortInUse, LedgerError, CheckpointError, BackendError, DownloadError, OSError, ValueError)
-_INTERRUPTED = 130  # what shells show for a process that a second Ctrl-C ended
 
 Say = Callable[[str], None]
 Meanwhile = Callable[[Accounting], contextlib.AbstractAsyncContextManager[None]]
@@ -138,15 +136,15 @@ async def load(
     loaded: asyncio.Future[Assembly] = loop.create_future()
 
     def tell(line: str) -> None:
-        loop.call_soon_threadsafe(say, line)
+        call_threadsafe(loop, say, line)
 
     def work() -> None:
         try:
             assembly = assemble(config, observers=observers, progress=tell, fetch=fetch)
         except BaseException as error:
-            _threadsafe(loop, _fail, loaded, error)
+            call_threadsafe(loop, _fail, loaded, error)
         else:
-            _threadsafe(loop, _succeed, loaded, assembly)
+            call_threadsafe(loop, _succeed, loaded, assembly)
 
     # A daemon: a signal while loading ends the process without waiting for the thread.
     threading.Thread(target=work, name="minserve-load", daemon=True).start()
@@ -203,53 +201,8 @@ def say_ready(config: Config, address: str, say: Say) -> None:
         say(f"Warning  {line}")
 
 
-def install_signals(
-    stop: asyncio.Event, hangup: asyncio.Event | None = None, last: Sequence[Callable[[], None]] = ()
-) -> None:
-    """The first SIGINT or SIGTERM asks to drain, a second one exits at once, after `last`; SIGHUP sets `hangup`.
-
-    A terminal that is closed sends SIGHUP too: then the server drains, instead of living on where nobody sees it.
-    """
-    loop = asyncio.get_running_loop()
-    terminal = _at_terminal()
-
-    def on_signal() -> None:
-        if stop.is_set():
-            try:
-                for act in last:
-                    act()
-            finally:
-                os._exit(_INTERRUPTED)
-        stop.set()
-
-    def on_hangup() -> None:
-        assert hangup is not None
-        if terminal and not _at_terminal():
-            stop.set()
-        else:
-            hangup.set()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        try:
-            loop.add_signal_handler(number, on_signal)
-        except NotImplementedError:  # Windows' event loops have none
-            signal.signal(number, lambda *_: _threadsafe(loop, on_signal))
-    if hangup is not None and hasattr(signal, "SIGHUP"):
-        terminal = terminal and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN  # nohup's
-        loop.add_signal_handler(signal.SIGHUP, on_hangup)
-
-
-def _at_terminal() -> bool:
-    return any(os.isatty(number) for number in (0, 1, 2))
-
-
 def _print(line: str) -> None:
     print(line, flush=True)
-
-
-def _threadsafe(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: object) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
-        loop.call_soon_threadsafe(function, *args)
 
 
 def _succeed(future: asyncio.Future[Assembly], assembly: Assembly) -> None:
