@@ -1,39 +1,42 @@
 """Runs a model's Jinja template, which is code from a file that nobody here wrote. The only module that imports jinja2.
 
-Owns the environment (Hugging Face's extras in jinja2's immutable sandbox) and the limits of a rendering. It must not
-know messages or tokens.
+Owns the environment: Hugging Face's extras in jinja2's immutable sandbox. It must not know messages or tokens.
 
-The sandbox keeps a template from reaching Python. What it can't keep it from is taking for ever or eating memory, so
-every loop is counted, every operator and number that can make a string huge is checked, and output has an end.
+The sandbox keeps a template from reaching Python. What it can't keep it from is taking for ever or eating memory: so
+every loop is counted, every operator, filter and call is held to limits (sandbox_limits.py), and output has an end.
 """
 
 from __future__ import annotations
 
 import json
-import re
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
 from functools import wraps
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes, pass_context
+from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.filters import FILTERS
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
 from minserve.backend.base import CheckpointError
+from minserve.text.sandbox_limits import (
+    CURRENT,
+    Budget,
+    LimitError,
+    check_arguments,
+    check_call,
+    check_format,
+    check_size,
+    check_weight,
+    made,
+)
 
 MAX_SOURCE = 1 << 20  # characters of a template
-MAX_STRING = 16 << 20  # characters of the output, and of any string or list a template builds
-MAX_NUMBER = 100_000  # as an argument of a filter or a method: a width, a count, an indent
-MAX_TURNS = 1_000_000  # of all loops of one rendering
-MAX_SECONDS = 10.0
-
-_BUDGET = "_budget"
 
 
 class Refused(Exception):
@@ -42,10 +45,6 @@ class Refused(Exception):
 
 class Failed(Exception):
     """The template broke, or went over a limit. The message holds nothing of what it was given."""
-
-
-class _Limit(jinja2.TemplateError):
-    pass
 
 
 class Template:
@@ -67,60 +66,16 @@ class Template:
 
     def render(self, variables: Mapping[str, Any]) -> str:
         """The output. Refused or Failed, whatever the template does."""
-        budget = _Budget()
+        budget = Budget()
+        token = CURRENT.set(budget)
         try:
-            return "".join(budget.pieces(self._template.generate({**variables, _BUDGET: budget})))
+            return "".join(budget.pieces(self._template.generate(variables)))
         except Refused:
             raise
         except Exception as error:  # a template may fail in any way
-            raise Failed(str(error) if isinstance(error, _Limit) else type(error).__name__) from error
-
-
-class _Budget:
-    """What one rendering may still use."""
-
-    def __init__(self) -> None:
-        self._turns = MAX_TURNS
-        self._deadline = time.monotonic() + MAX_SECONDS
-
-    def turns(self, items: Iterable[Any]) -> Iterator[Any]:
-        for item in items:
-            self._turns -= 1
-            if self._turns < 0 or time.monotonic() > self._deadline:
-                raise _Limit("its loops take too long")
-            yield item
-
-    def pieces(self, output: Iterable[str]) -> Iterator[str]:
-        length = 0
-        for piece in output:
-            length += len(piece)
-            _check_size(length)
-            yield piece
-
-
-def _check_size(length: int) -> None:
-    if length > MAX_STRING:
-        raise _Limit("it makes too long a text")
-
-
-def _check_arguments(args: Iterable[Any]) -> None:
-    if any(isinstance(value, (int, float)) and abs(value) > MAX_NUMBER for value in args):
-        raise _Limit(f"it uses a number over {MAX_NUMBER}")
-
-
-def _check_format(text: str) -> None:
-    if re.search(r"\d{5,}|%[-+ #0]*\*", text):
-        raise _Limit("it formats with too large a width")
-
-
-def _check_growth(name: str, value: Any, args: tuple[Any, ...]) -> None:
-    """What replace and join make, as filters and as methods of a string: `value | join(by)`, `by.join(value)`."""
-    if name == "replace" and len(args) > 1:
-        old, new = str(args[0]), str(args[1])
-        _check_size(str(value).count(old) * len(new))
-    elif name == "join" and args:
-        sizes = [len(v) if isinstance(v, (str, list, tuple)) else 1 for v in (value, args[0])]
-        _check_size(sizes[0] * sizes[1])
+            raise Failed(str(error) if isinstance(error, LimitError) else type(error).__name__) from error
+        finally:
+            CURRENT.reset(token)
 
 
 class _Environment(ImmutableSandboxedEnvironment):
@@ -128,31 +83,39 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "**":
-            _check_arguments((left, right))
-            _check_size(int(abs(right)) * 64)
+            check_arguments((left, right))
+            check_size(int(abs(right)) * 64)
         elif operator == "*":
             sizes = [len(v) if isinstance(v, (str, list, tuple)) else abs(v) for v in (left, right)]
             if any(isinstance(v, (str, list, tuple)) for v in (left, right)):
-                _check_size(int(sizes[0] * sizes[1]))
+                check_size(int(sizes[0] * sizes[1]))
         elif operator == "+" and isinstance(left, (str, list, tuple)) and isinstance(right, (str, list, tuple)):
-            _check_size(len(left) + len(right))
+            check_size(len(left) + len(right))
         elif operator == "%" and isinstance(left, str):
-            _check_format(left)
-            _check_arguments(right if isinstance(right, tuple) else (right,))
-        return super().call_binop(context, operator, left, right)
+            check_format(left)
+            check_arguments(right if isinstance(right, tuple) else (right,))
+            check_weight(right)
+        return made(super().call_binop(context, operator, left, right))
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        _check_arguments((*args, *kwargs.values()))
-        owner = getattr(obj, "__self__", None)
+        check_arguments((*args, *kwargs.values()))
+        method = getattr(obj, "__wrapped__", obj)  # `str.format` comes wrapped
+        owner = getattr(method, "__self__", None)
         if isinstance(owner, str):
-            _check_growth(obj.__name__, owner, args)
-        return super().call(context, obj, *args, **kwargs)
+            check_call(method.__name__, owner, (*args, *kwargs.values()))
+        return made(super().call(context, obj, *args, **kwargs))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         wrapped = super().wrap_str_format(value)
         if wrapped is not None:
-            _check_format(value.__self__)
+            check_format(value.__self__)
         return wrapped
+
+
+class _Namespace(Namespace):
+    def __repr__(self) -> str:
+        """Without what it holds, which nobody has weighed."""
+        return "<Namespace>"
 
 
 class _Generation(Extension):
@@ -191,10 +154,9 @@ def _filtered(value: nodes.Node, name: str) -> nodes.Filter:
     return nodes.Filter(value, name, [], [], None, None, lineno=value.lineno, environment=_ENVIRONMENT)
 
 
-@pass_context
-def _counted(context: Context, items: Iterable[Any]) -> Iterator[Any]:
-    budget: _Budget = context[_BUDGET]
-    return budget.turns(items)
+def _counted(items: Iterable[Any]) -> Iterator[Any]:
+    budget = CURRENT.get()
+    return iter(items) if budget is None else budget.turns(items)
 
 
 def _checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -203,16 +165,14 @@ def _checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        options = (*args[first + 1 :], *kwargs.values())
-        _check_arguments(options)
-        _check_growth(name, args[first], options)
-        return function(*args, **kwargs)
+        check_call(name, args[first], (*args[first + 1 :], *kwargs.values()))
+        return made(function(*args, **kwargs))
 
     return checked
 
 
 def _printf(text: str, *args: Any, **kwargs: Any) -> str:
-    _check_format(str(text))
+    check_format(str(text))
     return str(text) % (kwargs or args)
 
 
@@ -227,6 +187,13 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
+def _written(value: Any) -> Any:
+    """What `{{ value }}` is about to write out."""
+    if not isinstance(value, str):
+        check_weight(value)
+    return value
+
+
 def _raise_exception(message: str) -> NoReturn:
     raise Refused(str(message))
 
@@ -237,12 +204,21 @@ def _strftime_now(pattern: str) -> str:
 
 def _environment() -> _Environment:
     environment = _Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"], cache_size=0
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_Generation, "jinja2.ext.loopcontrols"],
+        finalize=_written,
+        cache_size=0,
     )
+    del environment.globals["lipsum"]  # makes as many words as it is asked for
     filters = {**FILTERS, "tojson": _to_json, "format": _printf}
     environment.filters = {name: _checked(name, function) for name, function in filters.items()}
     environment.filters["counted"] = _counted
-    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+    environment.globals |= {
+        "namespace": _Namespace,
+        "raise_exception": _raise_exception,
+        "strftime_now": _strftime_now,
+    }
     return environment
 
 

@@ -330,15 +330,41 @@ BOMBS = [
     "{{ ('x' * 90000).join(['1'] * 90000) }}",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "{{ range(10**9) | list }}",
+    "{{ lipsum(n=100000, min=99990, max=100000) }}",
+    "{{ range(100000) | map('center', 100000) | list }}",
+    "{{ range(100000) | batch(1) | map('map', 'center', 100000) | map('list') | list }}",
+    "{{ (['a' * 160000] * 100000) | map('upper') | list }}",
+    "{% set n = namespace(x=[]) %}{% for i in range(99999) %}{% set n.x = n.x + ['a'.center(99999)] %}{% endfor %}",
+    "{% set n = namespace(x=[]) %}{% for i in range(99999) %}{% set n.x = n.x + ['a' * 9999999] %}{% endfor %}",
+    "{% set n = namespace(x=[]) %}{% for i in range(99999) %}{% set n.x = n.x + [[1] * 9999999] %}{% endfor %}",
+    "{{ ['a' * 160000] * 100000 }}",
+    "{{ {'a': ['a' * 160000] * 100000} }}",
+    "{{ (['a' * 160000] * 100000) | string }}",
+    "{{ (['a' * 160000] * 100000) | tojson }}",
+    "{{ (['a' * 160000] * 100000) | join }}",
+    "{{ 'a' ~ ['a' * 160000] * 100000 }}",
+    "{{ '%s' % (['a' * 160000] * 100000) }}",
+    "{{ '{}{}'.format(['a' * 160000] * 100000, 1) }}",
+    "{{ ('a\n' * 8000000) | indent(100000) }}",
+    "{{ ('\t' * 10000000).expandtabs(100000) }}",
+    "{{ ('a' * 16000000).translate({97: 'b' * 1000}) }}",
+    "{{ ('ab ' * 5000000) | wordwrap(1) }}",
+    "{{ ('a.b ' * 4000000) | urlize }}",
 ]
 
 
 @pytest.mark.parametrize("source", BOMBS)
 def test_a_template_can_not_take_for_ever_or_eat_the_memory(source: str) -> None:
     started = time.perf_counter()
-    with pytest.raises(RequestError, match="can't render"):
+    with pytest.raises(RequestError, match="can't render") as caught:
         template(source).render([USER])
+    assert "MemoryError" not in caught.value.message
     assert time.perf_counter() - started < 10
+
+
+def test_a_namespace_does_not_write_out_what_it_holds() -> None:
+    source = "{% set n = namespace(x=['a' * 160000] * 100000) %}{{ n }}{{ n.x | length }}"
+    assert template(source).render([USER]) == "<Namespace>100000"
 
 
 @pytest.mark.parametrize(
