@@ -100,7 +100,7 @@ class ChatTemplate:
         variables: Mapping[str, Any],
     ) -> tuple[str, str]:
         """(text with seams, the seam)."""
-        if bad := next((name for name in variables if name in _RESERVED or name.startswith("_")), None):
+        if bad := next((name for name in variables if name in _RESERVED), None):
             raise RequestError(f"chat_template_kwargs can't set {bad}.", param="chat_template_kwargs")
         chat = regular(messages, developer=self._knows_developer)
         if not self._knows_system:
