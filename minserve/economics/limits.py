@@ -177,20 +177,21 @@ def refusal(scope: Scope, limit: Limit, amount: Amount, surplus: Amount, wait: f
     """The 429 for a cap that is reached. Only a minute's cap is worth a client's automatic retry."""
     index = next(i for i, over in enumerate(surplus.capped) if over)
     kind, cap = limit.caps[index]
-    whose = _WHOSE[scope.kind]
+    needs, left = amount.capped[index], amount.capped[index] - surplus.capped[index]
+    said = money if kind == "money" else str
     shown = f"a cost of {money(cap or 0)}" if kind == "money" else f"{cap} {kind}"
-    message = f"{whose} allows {shown} {limit.period}"
-    alone = limit.surplus(amount).capped[index]
-    if alone:
-        needs = money(amount.capped[index]) if kind == "money" else str(amount.capped[index])
-        message += f"; this call alone may need {needs}. Ask for less (max_tokens, n, a shorter prompt)."
+    message = f"{_WHOSE[scope.kind]} allows {shown} {limit.period}"
+    if limit.surplus(amount).capped[index]:
+        message += f"; this call alone may need {said(needs)}. Ask for less (max_tokens, n, a shorter prompt)."
         wait = None
-    elif wait is not None:
-        if limit.period.rolling:  # its last bucket stays up to a part longer, but nobody has to wait for that
-            wait = min(wait, SECONDS[limit.period.span])
-        message += f", and that is used up. There is room again in {duration(wait)}."
+    elif left > 0 and scope.kind != "server":  # what all spend together is the operator's business
+        message += f" and has {said(left)} left; this call may need {said(needs)}."
     else:
         message += ", and that is used up."
+    if wait is not None:
+        if limit.period.rolling:  # its last bucket stays up to a part longer, but nobody has to wait for that
+            wait = min(wait, SECONDS[limit.period.span])
+        message += f" There is room again in {duration(wait)}."
     brief = limit.period.span == "minute" and wait is not None
     code = _CODES.get(scope.kind) or ("rate_limit_exceeded" if limit.period.span == "minute" else "budget_exceeded")
     return RequestError(

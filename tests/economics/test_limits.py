@@ -95,6 +95,18 @@ def test_a_refusal_names_the_cap_but_nobody_else() -> None:
     )
 
 
+def test_a_refusal_says_what_is_left_to_a_smaller_call() -> None:
+    limiter = Limiter()
+    who = payer("key", "k", limit=Limit(DAY, tokens=60))
+    limiter.take([who], Amount(1, 50), 0.0)
+    with pytest.raises(RequestError) as caught:
+        limiter.take([who], Amount(1, 25), 0.0)
+    assert caught.value.message == (
+        "This API key allows 60 tokens per day and has 10 left; this call may need 25. There is room again in 24h0m0s."
+    )
+    limiter.take([who], Amount(1, 10), 0.0)
+
+
 def test_the_call_at_which_empty_counters_are_dropped_is_counted_itself() -> None:
     limiter = Limiter()
     for i in range(3000):
