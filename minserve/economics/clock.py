@@ -1,11 +1,12 @@
-"""Wall-clock time that never goes back.
+"""Wall-clock time that never goes back nor stands still.
 
 Owns nothing but the last time it gave out. Budgets need wall time (a calendar day survives a restart), but a clock set
-back would open a window a second time, and a row's time must not precede the row before it.
+back would open a window a second time, and what came after a row, or a reset, must be later.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -14,7 +15,7 @@ BELIEVABLE_S = 86400.0
 
 
 class SteadyClock:
-    """Unix seconds, never decreasing.
+    """Unix seconds, later each time.
 
     Follows the system clock forward (a laptop wakes up). After the system clock was set back it runs at half speed
     until real time has caught up: nothing stops, and no window is seen twice.
@@ -36,7 +37,7 @@ class SteadyClock:
 
     def __call__(self) -> float:
         wall, monotonic = self._wall(), self._monotonic()
-        if wall < self._last:
-            wall = self._last + max(0.0, monotonic - self._last_monotonic) / 2
+        if wall <= self._last:
+            wall = math.nextafter(self._last + max(0.0, monotonic - self._last_monotonic) / 2, math.inf)
         self._last, self._last_monotonic = wall, monotonic
         return wall

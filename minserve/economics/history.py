@@ -1,8 +1,8 @@
 """What the ledger remembers of budgets: counters are rebuilt from it at start, so a restart forgives nothing.
 
 Owns the queries that turn rows back into counters. Reads only. A call counts as one if it processed anything or got a
-fixed text; so refused calls, and admitted ones that failed before any work, do not. Rows from a far future were written
-under a wrong clock and do not count.
+fixed text; so refused calls, and admitted ones that failed before any work, do not. Rows and resets from a far future
+were written under a wrong clock and do not count.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def usage(
     """
     columns = SCOPE_COLUMNS[kind]
     bucket = "0" if period.grain is None else f"CAST(time / {period.grain!r} AS INTEGER)"
-    forgiven = resets(database, kind)
+    forgiven = resets(database, kind, now)
     since = period.since(now) if since is None else since
     for name, time in ((None, since), *forgiven.items()):
         where = ["time BETWEEN ? AND ?"]
@@ -63,9 +63,11 @@ def usage(
             yield Scope(kind, tuple(found)), number, Amount(requests, tokens, cost)
 
 
-def resets(database: sqlite3.Connection, kind: str) -> dict[tuple[str, ...], float]:
+def resets(database: sqlite3.Connection, kind: str, now: float) -> dict[tuple[str, ...], float]:
     """The scopes of a kind that were set to zero, and until when calls no longer count against them. Unix seconds."""
-    last = database.execute("SELECT name, MAX(time) FROM resets WHERE kind = ? GROUP BY name", (kind,))
+    last = database.execute(
+        "SELECT name, MAX(time) FROM resets WHERE kind = ? AND time <= ? GROUP BY name", (kind, now + BELIEVABLE_S)
+    )
     return {tuple(json.loads(name)): time for name, time in last}
 
 
@@ -84,10 +86,11 @@ class Run(NamedTuple):
     declared: tuple[int | None, int | None]
 
 
-def runs(database: sqlite3.Connection, since: float) -> Iterator[Run]:
-    """Runs that were active after `since`. What a refused call declared binds nobody."""
+def runs(database: sqlite3.Connection, now: float, idle_s: float) -> Iterator[Run]:
+    """Runs that were active in the last `idle_s` seconds. What a refused call declared binds nobody."""
+    forgiven = resets(database, "run", now)
     for key, run, last in database.execute(
-        "SELECT key, run, MAX(time) FROM calls WHERE run <> '' AND time >= ? GROUP BY key, run", (since,)
+        "SELECT key, run, MAX(time) FROM calls WHERE run <> '' AND time >= ? GROUP BY key, run", (now - idle_s,)
     ).fetchall():
         declared = database.execute(
             "SELECT run_calls, run_cost FROM calls WHERE key = ? AND run = ?"
@@ -95,9 +98,8 @@ def runs(database: sqlite3.Connection, since: float) -> Iterator[Run]:
             (key, run, REFUSED),
         ).fetchone()
         used = database.execute(
-            f"SELECT {_USED} FROM calls WHERE key = ? AND run = ?"
-            " AND time > (SELECT COALESCE(MAX(time), -1) FROM resets WHERE kind = 'run' AND name = ?)",
-            (key, run, json.dumps((key, run))),
+            f"SELECT {_USED} FROM calls WHERE key = ? AND run = ? AND time > ?",
+            (key, run, forgiven.get((key, run), 0.0)),
         ).fetchone()
         yield Run(key, run, last, Amount(*(value or 0 for value in used)), declared or (None, None))
 

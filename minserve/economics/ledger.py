@@ -63,9 +63,11 @@ class Ledger:
         self._run_idle_s = run_idle_s
         self.database = open_database(path, durability)
         self.interrupted = self._close_open_rows()
-        seq, self.last_time = self.database.execute(
-            "SELECT COALESCE(MAX(seq), 0), COALESCE(MAX(time), 0.0) FROM calls"
+        seq, call, reset = self.database.execute(
+            "SELECT COALESCE(MAX(seq), 0), COALESCE(MAX(time), 0.0), (SELECT COALESCE(MAX(time), 0.0) FROM resets)"
+            " FROM calls"
         ).fetchone()
+        self.last_time: float = max(call, reset)
         self.next_seq: int = seq + 1
         self.available = True
         self.lost_rows = 0

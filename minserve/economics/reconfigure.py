@@ -62,7 +62,7 @@ def _recount(books: Accounting, config: Config) -> Payers:
     drift = PromptDrift(books.alerts, ratio=config.alerts.drift_ratio, least=config.alerts.drift_min_requests)
     with reading(books.ledger.path) as database:
         restore(database, limiter, payers, runs, drift, now, config.loops.run_idle_s)
-        forgiven = {Scope(kind, name): at for kind in SCOPE_COLUMNS for name, at in resets(database, kind).items()}
+        forgiven = {Scope(kind, name): at for kind in SCOPE_COLUMNS for name, at in resets(database, kind, now).items()}
     runs.take_over(books._runs)
     moved = []
     for identity, ticket in books._open.values():

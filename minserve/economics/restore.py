@@ -30,7 +30,7 @@ def restore(
                 limiter.counter(scope, period).restore(bucket, amount)
     for scope, bucket, amount in history.usage(database, "token", LIFE, now, since=now - MAX_TTL_S):
         limiter.restore_life(scope, LIFE, bucket, amount, until=now + MAX_TTL_S)
-    for run in history.runs(database, now - run_idle_s):
+    for run in history.runs(database, now, run_idle_s):
         if run.declared != (None, None):
             runs.restore(run.key, run.run, run.declared)
         elif not payers.caps_runs(run.key):

@@ -24,12 +24,15 @@ from minserve.config import (
     UserConfig,
 )
 from minserve.economics.accounting import Accounting, Admission, Reservation
+from minserve.economics.clock import SteadyClock
 from minserve.economics.keys import Identity, digest, narrow
+from minserve.economics.ledger import Ledger
 from minserve.economics.limits import Scope
 from minserve.economics.loops import prompt_digest
 from minserve.economics.rows import Row
 from minserve.economics.schema import LedgerError
 from minserve.economics.settlement import Settlement
+from minserve.economics.windows import Period
 from minserve.request import FinishReason, Pool, RequestError, RequestOutcome, Usage
 
 PRICES = PricesConfig(prefill=1.0, cached=0.5, decode=2.0)
@@ -187,6 +190,28 @@ async def test_an_operator_can_reset_a_budget_and_a_restart_respects_it(tmp_path
     (await again.reserve(call(again))).settle(DONE)
     await refused(again, call(again))
     await again.close()
+
+
+@pytest.mark.parametrize("set_back", [60.0, 10 * 86400.0])
+async def test_calls_after_a_reset_count_though_the_clock_was_set_back(tmp_path: Path, set_back: float) -> None:
+    """A reset under a clock that was days ahead is none, nor is a call."""
+    wall, used, key = 1.8e9, list[int](), Scope("key", ("",))
+
+    def now() -> float:
+        return wall
+
+    for reset in (True, False, False):
+        ledger = Ledger(tmp_path / "ledger.db")
+        clock = SteadyClock(now, floor=ledger.last_time)
+        accounting = Accounting(local(limits=day(requests=9)), ledger=ledger, clock=clock)
+        used.append(accounting.limiter.used(key, Period("day"), clock()).requests)
+        (await accounting.reserve(call(accounting))).settle(DONE)
+        if reset:
+            wall += 30.0
+            assert accounting.reset(key)
+            wall -= set_back
+        await accounting.close()
+    assert used == [0, 0, 1]
 
 
 async def test_a_run_that_was_reset_keeps_the_budget_it_declared(tmp_path: Path) -> None:

@@ -186,15 +186,13 @@ def settle(entry: Entry, rng: random.Random) -> None:
 
 
 def reset(accounting: Accounting, world: World, rng: random.Random) -> None:
-    """What runs is forgiven too. No call has the very time of the reset."""
+    """What runs is forgiven too."""
     if not world.scopes:
         return
     scope = rng.choice(sorted(world.scopes))
-    world.wait(0.01)
     if accounting.reset(scope):
         for entry in world.entries:
             entry.scopes.discard(scope)
-    world.wait(0.01)
 
 
 async def reload(accounting: Accounting, world: World, rng: random.Random) -> None:
