@@ -22,7 +22,7 @@ from tests.weights.build import (
     gguf_model,
     safetensors_bytes,
 )
-from tests.weights.test_gguf_model import EMBEDDING, keys
+from tests.weights.tiny_gguf import EMBEDDING, keys
 
 
 def folder(path: Path, **files: Any) -> Path:
