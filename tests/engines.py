@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import msgspec
@@ -80,3 +81,25 @@ class Records:
             self.steps.append(record)
         else:
             self.outcomes.append(record)
+
+
+class Delayed:
+    """A runner whose steps take at least so long, and fail where told."""
+
+    def __init__(self, runner: Any, seconds: float = 0.0, fail: set[int] | None = None) -> None:
+        self._runner = runner
+        self.seconds = seconds
+        self.fail = fail or set()
+        self.spec = runner.spec
+
+    def run(self, plan: Any, batch: Any) -> Any:
+        time.sleep(self.seconds)
+        if plan.step in self.fail:
+            raise RuntimeError("boom with secret prompt text")
+        return self._runner.run(plan, batch)
+
+    def ideal_seconds(self, batch: Any) -> float:
+        return float(self._runner.ideal_seconds(batch))
+
+    def close(self) -> None:
+        self._runner.close()

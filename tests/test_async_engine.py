@@ -5,70 +5,15 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 
-from minserve.async_engine import AsyncEngine
-from minserve.request import FinishReason, Pool, RequestError, Submission, TextDelta
+from minserve.request import FinishReason, Pool, RequestError, Submission
 from minserve.status import State
-from minserve.stream import Stream
-from tests.engines import submission, tiny
+from tests.engines import submission
+from tests.serving import idle, read, running
 
 PROMPT = [72, 101, 108, 108, 111, 44, 32, 119, 111, 114, 108, 100]
-
-
-class Delayed:
-    """A runner whose steps take at least so long, fail where told, or hang until released."""
-
-    def __init__(self, runner: Any, seconds: float = 0.0, fail: set[int] | None = None) -> None:
-        self._runner = runner
-        self.seconds = seconds
-        self.fail = fail or set()
-        self.spec = runner.spec
-
-    def run(self, plan: Any, batch: Any) -> Any:
-        time.sleep(self.seconds)
-        if plan.step in self.fail:
-            raise RuntimeError("boom")
-        return self._runner.run(plan, batch)
-
-    def ideal_seconds(self, batch: Any) -> float:
-        return 0.0
-
-    def close(self) -> None:
-        self._runner.close()
-
-
-@asynccontextmanager
-async def running(
-    seconds: float = 0.0, fail: set[int] | None = None, step_timeout: float = 10.0, max_queue: int = 64, **options: Any
-) -> AsyncIterator[AsyncEngine]:
-    engine = tiny(**options).engine
-    engine.runner = Delayed(engine.runner, seconds, fail)  # type: ignore[assignment]
-    serving = AsyncEngine(engine, max_queue=dict.fromkeys(Pool, max_queue), step_timeout=step_timeout)
-    await serving.start()
-    try:
-        yield serving
-    finally:
-        await serving.stop()
-        idle(serving)
-
-
-def idle(serving: AsyncEngine) -> None:
-    """Nothing is held: every block free, no request, no stream."""
-    serving.engine.scheduler.check()
-    status = serving.status()
-    assert status.blocks_free + status.blocks_cached == status.blocks_total
-    assert status.streams == 0
-    assert not any(status.running.values())
-    assert not any(status.waiting.values())
-
-
-async def read(stream: Stream) -> list[TextDelta]:
-    return [delta async for deltas in stream for delta in deltas]
 
 
 async def test_streams_of_many_submissions_get_what_they_would_get_alone() -> None:

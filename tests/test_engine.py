@@ -8,7 +8,7 @@ import pytest
 
 from minserve.engine import Engine
 from minserve.request import FinishReason, Pool, RequestError
-from tests.engines import Collected, Records, run, submission, tiny
+from tests.engines import Collected, Delayed, Records, run, submission, tiny
 
 PROMPT = [72, 101, 108, 108, 111, 44, 32, 119, 111, 114, 108, 100]
 
@@ -124,25 +124,8 @@ def test_prompt_log_probabilities_are_whole_for_every_chunk_size(budget: int) ->
     assert scores(max_num_batched_tokens=budget) == pytest.approx(scores(max_num_batched_tokens=128), abs=1e-5)
 
 
-class FailingRunner:
-    """Passes through to a real runner, and raises where told."""
-
-    def __init__(self, runner: Any, at: set[int]) -> None:
-        self._runner = runner
-        self._at = at
-        self.spec = runner.spec
-
-    def run(self, plan: Any, batch: Any) -> Any:
-        if plan.step in self._at:
-            raise RuntimeError("boom with secret prompt text")
-        return self._runner.run(plan, batch)
-
-    def ideal_seconds(self, batch: Any) -> float:
-        return float(self._runner.ideal_seconds(batch))
-
-
 def failing(engine: Engine, *at: int) -> Engine:
-    engine.runner = FailingRunner(engine.runner, set(at))  # type: ignore[assignment]
+    engine.runner = Delayed(engine.runner, fail=set(at))  # type: ignore[assignment]
     return engine
 
 
