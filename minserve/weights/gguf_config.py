@@ -32,19 +32,12 @@ def translate_config(architecture: str, metadata: Metadata, tensors: Mapping[str
     m = Metadata(metadata.values, prefix=architecture)
     if m.integer(".expert_count", 0, low=0) > 0:
         raise CheckpointError("mixtures of experts are not supported")
-    embedding = tensors.get("token_embd.weight")
-    if embedding is None or len(embedding.shape) != 2:
-        raise CheckpointError("the file has no token_embd.weight with two dimensions")
-    hidden = m.integer(".embedding_length")
-    if embedding.cols != hidden:
-        raise CheckpointError(
-            f"{architecture}.embedding_length is {hidden}, but token_embd.weight has {embedding.cols}"
-        )
+    vocab, hidden = _embedding_shape(m, tensors)
     heads = m.integer(".attention.head_count", high=hidden)
     head_dim = m.integer(".attention.key_length", hidden // heads, high=max(hidden, _MAX_HEAD_DIM))
     config: dict[str, Any] = {
         "model_type": ARCHITECTURES[architecture],
-        "vocab_size": embedding.rows,
+        "vocab_size": vocab,
         "hidden_size": hidden,
         "intermediate_size": m.integer(".feed_forward_length"),
         "num_hidden_layers": m.integer(".block_count", high=_MAX_LAYERS),
@@ -72,6 +65,17 @@ def translate_config(architecture: str, metadata: Metadata, tensors: Mapping[str
     elif ".attention.sliding_window" in m:
         config["sliding_window"] = m.integer(".attention.sliding_window", low=0) or None
     return config
+
+
+def _embedding_shape(m: Metadata, tensors: Mapping[str, HostTensor]) -> tuple[int, int]:
+    """(vocabulary, hidden size): the file says only the second in its metadata too."""
+    embedding = tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise CheckpointError("the file has no token_embd.weight with two dimensions")
+    hidden = m.integer(".embedding_length")
+    if embedding.cols != hidden:
+        raise CheckpointError(f"{m.prefix}.embedding_length is {hidden}, but token_embd.weight has {embedding.cols}")
+    return embedding.rows, hidden
 
 
 def _gemma3(m: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
