@@ -88,8 +88,11 @@ sample(int* __restrict__ tokens,                        // [S]
   }
   auto accept = [&](int token) {
     tokens[s] = token;
-    u16* count = seats[s] >= 0 ? counts + (long long)seats[s] * stride + token : nullptr;
-    if (count && (*count & 0x7fff) < 0x7fff) ++*count;
+    if (seats[s] < 0) return;
+    u16* count = counts + (long long)seats[s] * stride + token;
+    u16 old, seen = *count;                             // another row of the step may have the same seat
+    do old = seen;
+    while ((old & 0x7fff) < 0x7fff && (seen = atomicCAS(count, old, u16(old + 1))) != old);
   };
 
   // Steps 3 and 4: the largest logit, the lowest id among equals; none if it isn't finite.

@@ -226,6 +226,19 @@ def full_counts(kit: Kit) -> None:
         assert device.counts(0).tolist() == [0, 0, 0x8000, 0, 0, 0x7FFF, 0, 0, 0, 0]
 
 
+def rows_of_one_seat(kit: Kit) -> None:
+    """Several rows of a step may belong to one request: each of their tokens counts, also the same one."""
+    device, seats = Device(kit, 33), Seats(33)
+    reset = SeatReset(1, np.array([2], np.int32), np.array([], np.int32))
+    seats.reset(reset)
+    logits = rows_of(33, 6)
+    logits[:, 7] += [99, 0, 99, 99, 0, 99]
+    sampling = make_sampling(6, penalties=[(0.5, 0.25, 1.3)] * 6, seats=1)
+    got, want = device.draw(logits, sampling, (reset,)), sample(logits, sampling, seats)
+    assert got.tokens.tolist() == want.tokens.tolist()
+    same_counts(device, seats, 1)
+
+
 def same_counts(device: Device, seats: Seats, seat: int) -> None:
     counts = device.counts(seat)
     assert ((counts & 0x8000 != 0) == seats._counts[seat].seen).all()
@@ -266,5 +279,6 @@ CHECKS: dict[str, Check] = {
     **{f"logprobs {vocab} tokens{', ties' * ties}": partial(logprobs, vocab=vocab, ties=ties)
        for vocab, ties in ((2000, False), (50, True), (4, False), (1, False))},
     "sampling with penalties, full counts": full_counts,
+    "sampling with penalties, rows of one seat": rows_of_one_seat,
     "sampling nothing": nothing,
 }  # fmt: skip

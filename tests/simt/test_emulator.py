@@ -74,17 +74,7 @@ class TestWhatItComputes:
         assert out.tolist() == [5, 1, 1]
 
     def test_last_block_reduces(self, order: str) -> None:
-        out, count, part = np.zeros(1, np.float32), np.zeros(1, np.uint32), np.zeros(8, np.float32)
-        body = """__shared__ bool last;
-                  if (threadIdx.x == 0) {
-                    part[blockIdx.x] = blockIdx.x;
-                    __threadfence();
-                    last = atomicAdd(count, 1u) == gridDim.x - 1;
-                  }
-                  __syncthreads();
-                  if (last && threadIdx.x == 0) for (int i = 0; i < gridDim.x; ++i) *out += part[i];"""
-        run(body, 32, part, count, out, grid=8, parameters="float* part, unsigned* count, float* out")
-        assert out[0] == 28
+        assert last_block(LAST_BLOCK) == 8 * 28
 
     def test_every_block_runs_once_and_each_schedule_has_an_order_of_its_own(
         self, monkeypatch: pytest.MonkeyPatch
@@ -337,6 +327,37 @@ class TestMemoryThatNobodyWrote:
     def test_a_variable_of_a_thread_is_refused_by_the_compiler(self) -> None:
         with pytest.raises(KernelError, match="uninitialized"):
             run("float x; p[0] = x;", 1, np.zeros(1, np.float32))
+
+
+# Each block writes its number 8 times; the last to draw a ticket adds them all up.
+LAST_BLOCK = """__shared__ bool last;
+  if (threadIdx.x < 8) part[8 * blockIdx.x + threadIdx.x] = blockIdx.x;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();  // releases
+    last = atomicAdd(count, 1u) == gridDim.x - 1;
+    __threadfence();  // acquires
+  }
+  __syncthreads();
+  if (last && threadIdx.x == 1) for (int i = 0; i < 8 * gridDim.x; ++i) *out += part[i];"""
+
+
+def last_block(body: str) -> float:
+    part, count, out = (fakecupy.empty(64, np.float32), fakecupy.zeros(1, np.uint32), fakecupy.zeros(1, np.float32))
+    fakecupy.Device().synchronize()
+    run(body, 32, part, count, out, grid=8, parameters="float* part, unsigned* count, float* out")
+    return float(out.get()[0])
+
+
+@pytest.mark.parametrize(
+    "dropped", ["__syncthreads();", "__threadfence();  // releases", "__threadfence();  // acquires"]
+)
+def test_blocks_that_read_each_others_results_need_fences(dropped: str, order: str) -> None:
+    assert dropped in LAST_BLOCK
+    with pytest.raises(
+        KernelError, match=r"thread \(1,0,0\): read of what another block has written, without the fences"
+    ):
+        last_block(LAST_BLOCK.replace(dropped, "", 1))
 
 
 class TestSources:

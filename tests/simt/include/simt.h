@@ -6,7 +6,7 @@
 // The program is single-threaded and therefore deterministic.
 //
 // Reported as errors: races on shared memory, reads of shared or device memory that
-// nobody has written, barrier divergence (different call sites, or a thread that exits
+// nobody has written, or another block without a fence, barrier divergence (different call sites, or a thread that exits
 // while others wait), divergent or ill-masked warp collectives, deadlock, faulting memory
 // accesses (guard pages; traps from -fsanitize=alignment,bounds).  The order in which
 // fibers run can be changed.

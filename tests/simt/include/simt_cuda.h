@@ -31,7 +31,7 @@ inline int __syncthreads_count(int p, SIMT_LINE) {
 }
 inline int __syncthreads_or(int p, SIMT_LINE) { return __syncthreads_count(p, line) != 0; }
 inline int __syncthreads_and(int p, SIMT_LINE) { return __syncthreads_count(!p, line) == 0; }
-inline void __threadfence() {}
+inline void __threadfence() { simt::fence(); }
 inline void __threadfence_block() {}
 
 // ---- warp collectives ----

@@ -38,6 +38,7 @@ struct Fiber {
   const char* what;                 // where it waits, for error messages
   int copy_group;
   std::vector<AsyncCopy> copies;    // cp.async not yet waited for
+  bool drew, acquired;              // made an atomic on device memory; and a fence after that
   char copied[16];                  // whether the bytes that it read last have been written, see Block::copies
 };
 
@@ -45,7 +46,8 @@ struct Block {
   dim3 grid, dim, idx;              // gridDim, blockDim, blockIdx
   unsigned threads, live, at_barrier, epoch;
   unsigned barriers;                // passed so far, all blocks: what lies between two counts is ordered
-  unsigned began;                   // how many when this block began
+  unsigned began, acquired;         // how many when this block began; when a thread of it acquired, or 0
+  bool fenced;                      // whether there was a __threadfence()
   int vote;
   bool greedy, copies;              // copies: the kernel moves memory as it is, initialised or not
   char *dynamic_shared, *static_shared;

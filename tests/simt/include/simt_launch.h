@@ -27,13 +27,13 @@ SIMT_UNCHECKED inline void shuffle(unsigned short* order, unsigned n, unsigned s
 SIMT_UNCHECKED inline void run_block(int order, unsigned seed) {
   Block& b = block;
   unsigned n = b.threads;
-  b.live = n, b.at_barrier = 0, b.vote = 0, b.static_used = 0, b.greedy = order != 0, ++b.epoch, b.began = ++b.barriers;
+  b.live = n, b.at_barrier = 0, b.vote = 0, b.static_used = 0, b.greedy = order != 0, ++b.epoch, b.began = ++b.barriers, b.acquired = 0, b.fenced = false;
   for (Warp& w : b.warps) w = Warp{};
   for (unsigned i = 0; i < n; ++i) {
     Fiber& f = b.fibers[i];
     f.tid = {i % b.dim.x, i / b.dim.x % b.dim.y, i / b.dim.x / b.dim.y};
     f.lane = i % 32, f.warp = &b.warps[i / 32], f.what = "", f.line = 0;
-    f.copies.clear(), f.copy_group = 0;
+    f.copies.clear(), f.copy_group = 0, f.drew = f.acquired = false;
     f.warp->exists |= 1u << f.lane, f.warp->live = f.warp->exists;
     f.sp = new_stack(stacks + (i + 1) * kStackBytes, fiber_main);
     b.order[i] = order == 1 ? n - 1 - i : i;
@@ -86,8 +86,9 @@ inline int launch(void (*kernel)(void**), const unsigned* dims, size_t shared, v
     size_t i = block_at(k, blocks, order, seed);
     b.idx = dim3(i % b.grid.x, i / b.grid.x % b.grid.y, i / b.grid.x / b.grid.y);
     run_block(order, seed);
+    end_of_block();
   }
-  self = nullptr;
+  end_of_launch();
   for (int i = 0; i < 4; ++i) sigaction(signals[i], &old[i], nullptr);
   sigaltstack(&old_stack, nullptr);
   return failed;

@@ -43,6 +43,10 @@ inline char* guarded(size_t bytes) {    // pages that end at an inaccessible one
 // Uninitialised memory: a byte of shared memory must have been written in this block, by
 // a copy that has been waited for if by a copy, and a byte of an array on the device since
 // the array was allocated.
+//
+// Blocks of one launch: what one wrote, another may read only after a __threadfence() and
+// an atomic of the writer (its ticket), and an atomic and a __threadfence() of the reader.
+// Where a single thread does that, a __syncthreads() orders it and what the others do.
 enum Use { kRead, kWrite, kAtomic, kCopy };     // kCopy: a cp.async begins; it ends with a kWrite
 
 struct Access { unsigned barriers, syncs; uint16_t thread; bool copy; void* pc; };
@@ -55,10 +59,33 @@ SIMT_UNCHECKED inline bool unordered(const Access& before) {
          !(other.warp == self->warp && before.syncs != self->warp->syncs);
 }
 
-// fakecupy's arrays lie in a range of addresses.  The byte at the same place of the range
-// behind it is 1 once somebody has written there.
+// fakecupy's arrays lie in a range of addresses.  At the same place of the range behind it
+// stands whether, and by whom, a byte has been written.
 inline char* device;
 inline size_t device_span;
+enum Origin : char { kNever, kBefore, kThisBlock, kOtherBlock, kReleased };     // kBefore: this launch, or by an atomic
+
+struct Written { char* origin; size_t size; unsigned barriers; Fiber* thread; bool fenced, released; };
+inline std::vector<Written> by_block, by_launch;
+
+SIMT_UNCHECKED inline void fence() {
+  block.fenced = true;
+  for (Written& w : by_block) w.fenced |= w.thread == self || w.barriers < block.barriers;
+  if (self->drew) self->acquired = true, block.acquired = block.barriers;
+}
+SIMT_UNCHECKED inline void draw() {                     // an atomic on device memory
+  self->drew = true;
+  if (block.fenced) for (Written& w : by_block) w.released |= w.fenced;
+}
+SIMT_UNCHECKED inline void end_of_block() {
+  for (Written& w : by_block) memset(w.origin, w.released ? kReleased : kOtherBlock, w.size);
+  by_launch.insert(by_launch.end(), by_block.begin(), by_block.end());
+  by_block.clear();
+}
+SIMT_UNCHECKED inline void end_of_launch() {
+  for (Written& w : by_launch) memset(w.origin, kBefore, w.size);
+  by_launch.clear();
+}
 
 SIMT_UNCHECKED inline void device_access(const char* p, size_t size, Use use, void* pc) {
   char* written = const_cast<char*>(p) + device_span;
@@ -66,10 +93,15 @@ SIMT_UNCHECKED inline void device_access(const char* p, size_t size, Use use, vo
     memcpy(use == kRead ? self->copied : written, use == kRead ? written : self->copied, size);
     return;
   }
+  const bool acquired = self->acquired || (block.acquired && block.barriers > block.acquired);
   for (size_t i = 0; i < size; ++i) {
-    if (use != kWrite && !written[i]) die("read of device memory that nobody has written, pc %p", pc);
-    if (use != kRead) written[i] = 1;
+    if (use != kWrite && written[i] == kNever) die("read of device memory that nobody has written, pc %p", pc);
+    if (use == kRead && written[i] >= kOtherBlock && !(acquired && written[i] == kReleased))
+      die("read of what another block has written, without the fences that it needs, pc %p", pc);
+    if (use != kRead) written[i] = use == kWrite ? kThisBlock : kBefore;
   }
+  if (use == kWrite) by_block.push_back({written, size, block.barriers, self, false, false});
+  if (use == kAtomic) draw();
 }
 
 SIMT_UNCHECKED inline void access(const void* address, size_t size, Use use, void* pc) {
