@@ -5,6 +5,8 @@ Owns the terminal. Shows how little the synchronous core needs: submit, step unt
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import io
 import itertools
 import sys
@@ -82,7 +84,7 @@ def load(config: Config, console: Console) -> Assembly | None:
 
 def generate_once(config: Config, text: str, style: Style, *, raw: bool) -> int:
     """Print one answer to standard output; everything else goes to standard error."""
-    errors = Console(stderr=True)
+    errors = Console(stderr=True, highlight=False)
     messages = _messages(style, [], text)
     try:
         _check(messages)  # before anything is loaded for it
@@ -100,8 +102,8 @@ def generate_once(config: Config, text: str, style: Style, *, raw: bool) -> int:
 
 
 def chat_loop(config: Config, style: Style) -> int:
-    """Ask, answer, repeat. Ctrl-C stops an answer, Ctrl-D ends."""
-    console = Console(stderr=True)
+    """Ask, answer, repeat. Ctrl-C stops an answer or drops a line, Ctrl-D ends."""
+    console = Console(stderr=True, highlight=False)
     assembly = load(config, console)
     if assembly is None:
         return 1
@@ -110,10 +112,13 @@ def chat_loop(config: Config, style: Style) -> int:
     _tolerate_bytes()
     while True:
         try:
-            text = console.input("[bold]> [/bold]").strip()
-        except (EOFError, KeyboardInterrupt):
+            text = _ask(console).strip()
+        except EOFError:
             console.print()
             break
+        except KeyboardInterrupt:  # perhaps meant for an answer that has just ended
+            console.print()
+            continue
         if text == "/new":
             history.clear()
         elif text:
@@ -128,6 +133,15 @@ def chat_loop(config: Config, style: Style) -> int:
                 history += [messages[-1], {"role": "assistant", "content": answer}]
     assembly.engine.runner.close()
     return 0
+
+
+def _ask(console: Console) -> str:
+    """A line. At a terminal with the keys that edit it and bring back earlier ones."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return console.input("> ")
+    with contextlib.suppress(ImportError):  # Windows' terminals edit by themselves
+        importlib.import_module("readline")
+    return input("> ")
 
 
 def read_input() -> str:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+import select
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +44,42 @@ def test_a_chat_outlives_a_line_that_is_no_utf8(tmp_path: Path) -> None:
     result = run(tmp_path, "chat", *TINY, "--max-new", "2", given=b"caf\xe9\nHi\n")
     assert result.returncode == 0
     assert result.stderr.index(b"is not valid UTF-8") < result.stderr.index(b"tokens, ")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals there")
+def test_lines_of_a_chat_can_be_edited_and_ctrl_c_drops_only_one(tmp_path: Path) -> None:
+    ours, theirs = os.openpty()
+    command = [sys.executable, "-m", "minserve", "chat", *TINY, "--max-new", "2"]
+    environment = {**os.environ, "MINSERVE_DATA": str(tmp_path), "PYTHONPATH": str(ROOT), "TERM": "xterm"}
+    chat = subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+    )
+    os.close(theirs)
+    try:
+        _read_until(ours, b"> ")
+        os.write(ours, b"dropped")
+        _read_until(ours, b"dropped")
+        chat.send_signal(signal.SIGINT)
+        _read_until(ours, b"> ")
+        os.write(ours, b"/nw\x1b[De\nHi\n")  # left, e: /new
+        shown = _read_until(ours, b"in all.*> ")
+        assert shown.count(b"tokens, ") == 1
+        os.write(ours, b"\x04")
+        assert chat.wait(20) == 0
+    finally:
+        chat.kill()
+        chat.wait()
+        os.close(ours)
+
+
+def _read_until(terminal: int, mark: bytes) -> bytes:
+    """mark: a regular expression."""
+    shown = b""
+    while not re.search(mark, shown, re.DOTALL):
+        ready, _, _ = select.select([terminal], [], [], 30)
+        assert ready, shown
+        shown += os.read(terminal, 65536)
+    return shown
 
 
 def test_a_chat_outlives_messages_that_the_template_refuses(tmp_path: Path) -> None:
