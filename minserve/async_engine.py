@@ -25,6 +25,7 @@ from minserve.worker import Worker
 
 log = logging.getLogger("minserve.engine")
 
+LOOK_AGAIN_S = 0.02  # where nothing can run: a pool is paused
 GAVE_UP = frozenset({"engine_failed", "step_timeout"})  # codes of errors after which no call will do better
 
 
@@ -174,9 +175,11 @@ class AsyncEngine:
         self.engine.paused = self._paused()
         step = self.engine.begin()
         if not step.plan.chunks:
-            # Nothing can run now: deliver what the plan ended, then let aborts and submits in.
+            # Nothing can run now: deliver what the plan ended, then look again, or as soon as somebody submits.
             self._deliver(self.engine.complete(step, StepResult(())))
-            await asyncio.sleep(0.001)
+            self._wake.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), LOOK_AGAIN_S)
             return
         self._stepping = True
         try:

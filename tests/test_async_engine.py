@@ -10,7 +10,7 @@ import pytest
 
 from minserve.request import FinishReason, Pool, RequestError, Submission
 from minserve.status import State
-from tests.engines import submission
+from tests.engines import Records, submission
 from tests.serving import idle, read, running
 
 PROMPT = [72, 101, 108, 108, 111, 44, 32, 119, 111, 114, 108, 100]
@@ -214,6 +214,22 @@ async def test_a_paused_pool_stands_still_and_goes_on_where_it_was() -> None:
         deltas += await read(bulk)
         assert [i for d in deltas for i in d.token_ids] == [i for d in alone for i in d.token_ids]
         assert (await read(queued))[-1].finish is FinishReason.LENGTH
+
+
+async def test_where_nothing_can_run_the_loop_plans_seldom_but_sees_a_submission_at_once() -> None:
+    records = Records()
+    async with running(observers=[records]) as serving:
+        serving.pause(lambda: frozenset([Pool.BULK]))
+        bulk = serving.submit(submission(PROMPT, "bulk", pool=Pool.BULK))
+        await asyncio.sleep(0.2)
+        assert 2 <= len(records.steps) <= 20
+        waits = []
+        for i in range(5):
+            before = time.perf_counter()
+            await anext(serving.submit(submission(PROMPT, f"r{i}", max_tokens=1)))
+            waits.append(time.perf_counter() - before)
+        assert min(waits) < 0.01
+        bulk.close()
 
 
 # bug: 63
