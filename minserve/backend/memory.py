@@ -1,4 +1,4 @@
-"""How much memory of this host is free to take: what the operating system says, within what the cgroups allow.
+"""This host's memory: how much is free, by the operating system and the cgroups, and giving back what is unused.
 
 Owns no state; standard library only. A container's limit is often far below the machine's memory, and going over it
 ends the process without a word, so the smaller of the two counts.
