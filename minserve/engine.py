@@ -32,6 +32,7 @@ from minserve.scheduler import Scheduler
 from minserve.step import Step
 from minserve.text.tokenizer import Tokenizer
 from minserve.transcript import Transcript
+from minserve.waiting import place
 
 log = logging.getLogger("minserve.engine")
 
@@ -112,8 +113,8 @@ class Engine:
             return Progress("done", 0, 0, 0)
         lead = requests[ids[0]]
         if self._transcripts[lead.id].time.started is None:
-            ahead = sum(1 for r in requests.values() if r.seat < 0 and r.pool is lead.pool and r.arrival < lead.arrival)
-            return Progress("queued", 0, lead.prompt_len, ahead)
+            others = (r for r in requests.values() if r.seat < 0 and r.pool is lead.pool and r.group != group)
+            return Progress("queued", 0, lead.prompt_len, sum(place(r) < place(lead) for r in others))
         phase: Phase = "decode" if lead.output_len or lead.computed >= lead.prompt_len else "prefill"
         return Progress(phase, min(lead.computed, lead.prompt_len), lead.prompt_len, 0)
 

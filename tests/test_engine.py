@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -191,6 +192,16 @@ def test_progress_tells_what_a_reader_waits_for() -> None:
     assert engine.progress("a").phase == "decode"
     engine.abort("a")
     assert engine.progress("a").phase == "done"
+
+
+def test_who_waits_ahead_is_counted_in_the_order_of_the_line() -> None:
+    engine = tiny(max_num_seqs=1).engine
+    engine.submit(submission(PROMPT, "runs"))
+    engine.step()
+    engine.submit(replace(submission(PROMPT, "patient", n=12), priority=1))
+    engine.submit(submission(PROMPT, "first"))
+    engine.submit(submission(PROMPT, "second"))
+    assert [engine.progress(name).ahead for name in ("first", "second", "patient")] == [0, 1, 2]
 
 
 def test_an_observer_that_raises_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
