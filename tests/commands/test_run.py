@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import click
@@ -59,6 +60,7 @@ def test_lines_of_a_chat_can_be_edited_and_ctrl_c_drops_only_one(tmp_path: Path)
         _read_until(ours, b"> ")
         os.write(ours, b"dropped")
         _read_until(ours, b"dropped")
+        time.sleep(0.3)  # readline is deaf to signals for a moment after each key
         chat.send_signal(signal.SIGINT)
         _read_until(ours, b"> ")
         os.write(ours, b"/nw\x1b[De\nHi\n")  # left, e: /new
