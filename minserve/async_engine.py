@@ -26,7 +26,7 @@ from minserve.worker import Worker
 log = logging.getLogger("minserve.engine")
 
 # Until the next plan where nothing can run: a pause lasts; else the next plan differs, since skips and blocks do.
-PAUSED_S, WAITING_S = 0.02, 0.001
+_PAUSED_S, _WAITING_S = 0.02, 0.001
 GAVE_UP = frozenset({"engine_failed", "step_timeout"})  # codes of errors after which no call will do better
 
 
@@ -180,7 +180,7 @@ class AsyncEngine:
             self._deliver(self.engine.complete(step, StepResult(())))
             self._wake.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), PAUSED_S if self.engine.paused else WAITING_S)
+                await asyncio.wait_for(self._wake.wait(), _PAUSED_S if self.engine.paused else _WAITING_S)
             return
         self._stepping = True
         try:
