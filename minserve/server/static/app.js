@@ -1,18 +1,17 @@
 /** The chat page: sends messages, shows what happens to them, remembers the conversation. */
 
-import { ApiError, chat, listModels } from "/static/client.js";
+import { ApiError, chat } from "/static/client.js";
+import { checkServer, model, onServer, recheck } from "/static/server.js";
+import { onSettings, openSettings, settings } from "/static/settings.js";
 import * as store from "/static/store.js";
 import { describePhase, MessageView, number } from "/static/view.js";
 
 const $ = (id) => document.getElementById(id);
-const CHECK_EVERY = 10_000; // ms between looks at whether the server is there
 const SAVE_EVERY = 1000; // ms between saves of a growing answer
 const LEAVING = 2000; // ms within which a lost connection is the leaving reader's doing
 
 const messages = store.loadChat();
 const views = [];
-let settings = store.loadSettings();
-let model = null; // { id, max_model_len? }
 let busy = null; // { controller, phase } while an answer is on its way
 let left = -Infinity; // when the reader began to leave this page; some leave for a download, and stay
 let cleared = null; // the conversation that New chat put away
@@ -277,87 +276,6 @@ $("restore").addEventListener("click", () => {
   input.focus();
 });
 
-// -- settings
-
-function openSettings(field) {
-  $("system").value = settings.system;
-  $("temperature").value = settings.temperature;
-  $("max-tokens").value = settings.maxTokens;
-  $("key").value = store.loadKey();
-  showTemperature();
-  $("settings").showModal();
-  $(field).focus();
-}
-
-function showTemperature() {
-  $("temperature-value").textContent = Number($("temperature").value).toFixed(1);
-}
-
-$("open-settings").addEventListener("click", () => openSettings("system"));
-$("temperature").addEventListener("input", showTemperature);
-$("reset-settings").addEventListener("click", () => {
-  $("system").value = store.DEFAULTS.system;
-  $("temperature").value = store.DEFAULTS.temperature;
-  $("max-tokens").value = store.DEFAULTS.maxTokens;
-  showTemperature();
-});
-$("settings").addEventListener("click", (event) => {
-  if (event.target === $("settings")) $("settings").close(); // outside of the form
-});
-$("settings").addEventListener("close", () => {
-  const asked = Math.round(Number($("max-tokens").value));
-  settings = {
-    system: $("system").value,
-    temperature: Number($("temperature").value),
-    maxTokens: asked > 0 ? asked : settings.maxTokens,
-  };
-  store.saveSettings(settings);
-  store.saveKey($("key").value.trim());
-  recheck();
-  input.focus();
-});
-
-// -- the server
-
-const WORDS = {
-  ready: "Ready",
-  loading: "Loading the model",
-  draining: "Shutting down",
-  failed: "The engine has failed",
-  ledger_unavailable: "The ledger can't be written",
-  key: "An API key is needed",
-  gone: "No connection",
-};
-
-let shown = null;
-
-function showServer(state) {
-  shown = state;
-  document.querySelector(".dot").dataset.state = state;
-  document.querySelector(".served").title = WORDS[state] ?? "Not ready";
-  $("model").textContent = state === "ready" && model ? model.id : (WORDS[state] ?? "Not ready").toLowerCase();
-  if (model) $("welcome-model").textContent = model.id;
-}
-
-/** Whether the server takes requests, and which model it serves. */
-async function checkServer() {
-  let state = await fetch("/ready", { cache: "no-store" }).then((reply) => reply.json()).then((ready) => ready.status, () => "gone");
-  if (state === "ready" && shown !== "ready") {
-    try {
-      [model] = await listModels({ key: store.loadKey() });
-    } catch (error) {
-      state = error.status === 401 ? "key" : "gone";
-    }
-  }
-  showServer(state);
-  showContext();
-}
-
-function recheck() {
-  shown = null;
-  checkServer();
-}
-
 function announce(text) {
   $("announcer").textContent = text;
 }
@@ -371,8 +289,11 @@ addEventListener("pagehide", () => {
   stop();
   store.saveChat(messages);
 });
-document.addEventListener("visibilitychange", () => document.hidden || checkServer());
-setInterval(() => document.hidden || checkServer(), CHECK_EVERY);
+onServer(showContext);
+onSettings(() => {
+  recheck(); // perhaps with another key
+  input.focus();
+});
 
 redraw();
 toEnd();
