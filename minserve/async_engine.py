@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import replace
 
 from minserve.batch import StepResult
@@ -68,7 +69,7 @@ class AsyncEngine:
         RequestError 400 if one can never fit, 503 if the queue is full or nothing is accepted.
         """
         if self.failure is not None:
-            raise self.failure
+            raise copy(self.failure)  # an exception keeps the frames of everybody it was raised to
         if self.state is not State.READY:
             raise RequestError("The server is shutting down.", status=503, code="draining", retry_after=5)
         load = self._load(submissions[0].pool)

@@ -89,9 +89,11 @@ async def test_two_failures_in_a_row_stop_the_engine_and_nobody_hangs() -> None:
         ends = [(await read(s))[-1] for s in streams]
         assert all(end.error is not None for end in ends)
         assert serving.state is State.FAILED
-        with pytest.raises(RequestError, match="twice in a row") as error:
-            serving.submit(submission(PROMPT, "late"))
-        assert error.value.status == 503
+        for _ in range(3):
+            with pytest.raises(RequestError, match="twice in a row") as error:
+                serving.submit(submission(PROMPT, "late"))
+            assert (error.value.status, error.value.code) == (503, "engine_failed")
+            assert len(error.traceback) == 3, "an error raised again and again keeps every caller's frames alive"
 
 
 async def test_a_step_that_hangs_fails_the_engine_instead_of_the_clients_patience() -> None:
