@@ -165,6 +165,8 @@ def _checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
+        if name == "join" and not hasattr(args[first], "__len__"):
+            args = (*args[:first], list(args[first]), *args[first + 1 :])  # how many there are is known only then
         check_call(name, args[first], (*args[first + 1 :], *kwargs.values()))
         return made(function(*args, **kwargs))
 
@@ -199,6 +201,7 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _strftime_now(pattern: str) -> str:
+    check_size(16 * len(pattern))  # two characters may become thirty
     return datetime.now().strftime(pattern)
 
 

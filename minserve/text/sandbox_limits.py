@@ -5,6 +5,7 @@ Owns the limits and the checks that hold an operation to them before it runs. It
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -110,19 +111,18 @@ def check_format(text: str) -> None:
 
 
 def check_call(name: str, value: Any, args: tuple[Any, ...]) -> None:
-    """A filter, or a method of a string: `value | join(by)`, `by.join(value)`."""
+    """A filter, or a method of a string: `value | join(by)`, `by.join(value)`. args may stand in any order."""
     check_arguments(args)
     if name not in _SHALLOW:
         check_weight(value, *args)
-    if name == "replace" and len(args) > 1:
-        old, new = str(args[0]), str(args[1])
-        check_size(str(value).count(old) * len(new))
-    elif name == "join" and args:
-        sizes = [len(v) if isinstance(v, (str, list, tuple)) else 1 for v in (value, args[0])]
-        check_size(sizes[0] * sizes[1])
-    elif name == "indent" and args:
-        width = args[0] if isinstance(args[0], int) else len(str(args[0]))
-        check_size((str(value).count("\n") + 1) * width)
+    texts = [str(arg) for arg in args if isinstance(arg, (str, int))]
+    if name == "replace":
+        check_size(max((str(value).count(text) for text in texts), default=0) * max(map(len, texts), default=0))
+    elif name == "join":  # of the two longest one is the list, the other what goes between its items
+        check_size(math.prod(sorted(len(v) for v in (value, *args) if hasattr(v, "__len__"))[-2:]))
+    elif name == "indent":
+        widths = (len(arg) if isinstance(arg, str) else int(arg) for arg in args if isinstance(arg, (str, int)))
+        check_size((str(value).count("\n") + 1) * max(widths, default=0))
     elif name == "expandtabs" and args:
         check_size(str(value).count("\t") * int(args[0]))
     elif name == "translate":
