@@ -18,6 +18,7 @@ _QUEUE_PART = 0.5  # of a TTFT, from which on waiting is its cause
 _HOST_SHARE = 0.15  # of wall time spent beside the forward pass
 _LOW_UTILIZATION = 0.3
 _KV_FULL = 0.9
+_ITL_SLACK = 1.5  # steps are planned to take the target; that some take more is no finding
 _ENOUGH = 10  # requests in the window; a p99 of fewer is the slowest one, which proves nothing
 
 
@@ -50,9 +51,17 @@ def diagnose(numbers: Snapshot, around: Surroundings) -> list[Finding]:
         *_cache(numbers, around),
     ]
     if not findings:
-        text = "All numbers are within their targets." if numbers.steps_per_s else "Nothing has run in the last minute."
-        findings = [Finding("good", text)]
+        findings = [Finding("good", _calm(numbers, around))]
     return sorted(findings, key=lambda finding: ("problem", "note", "good").index(finding.weight))
+
+
+def _calm(numbers: Snapshot, around: Surroundings) -> str:
+    if not numbers.steps_per_s:
+        return "Nothing has run in the last minute."
+    pool = numbers.pools[Pool.INTERACTIVE]
+    if (pool.ttft_p99 or 0.0) > around.ttft_target or (pool.itl_p99 or 0.0) > around.itl_target * _ITL_SLACK:
+        return f"Some numbers are above their targets, but {pool.requests} requests are too few to judge by."
+    return "All numbers are within their targets."
 
 
 def _ttft(numbers: Snapshot, around: Surroundings) -> Iterator[Finding]:
@@ -84,7 +93,7 @@ def _why(around: Surroundings) -> str:
 
 def _itl(numbers: Snapshot, around: Surroundings) -> Iterator[Finding]:
     pool: PoolNumbers = numbers.pools[Pool.INTERACTIVE]
-    if pool.itl_p99 is None or pool.itl_p99 <= around.itl_target * 1.5 or pool.requests < _ENOUGH:
+    if pool.itl_p99 is None or pool.itl_p99 <= around.itl_target * _ITL_SLACK or pool.requests < _ENOUGH:
         return
     head = f"Interactive inter-token p99 is {_time(pool.itl_p99)} (target {_time(around.itl_target)})"
     host = sum(share for name, share in numbers.phases.items() if name != "run")

@@ -81,7 +81,7 @@ async def _run(config: Config, batch: Batch, progress: Progress, say: Say) -> St
     held = read_results(batch.target)
     say(f"{len(asked)} lines, {len(asked & held.done)} of them done before")
     if asked <= held.done:
-        return Status.FAILED if held.failed else Status.COMPLETE
+        return _complete(held.failed, say)
     stop = asyncio.Event()
     install_signals(stop)
     async with AsyncExitStack() as cleanup:
@@ -97,7 +97,12 @@ async def _run(config: Config, batch: Batch, progress: Progress, say: Say) -> St
     if missing := len(asked - results.done):
         say(f"Stopped: {missing} of {len(asked)} lines have no result. The same command goes on with these.")
         return Status.STOPPED
-    return Status.FAILED if results.failed else Status.COMPLETE
+    return _complete(results.failed, say)
+
+
+def _complete(failed: int, say: Say) -> Status:
+    say(f"All lines have a result, {failed} of them an error.")
+    return Status.FAILED if failed else Status.COMPLETE
 
 
 def _answers(

@@ -16,7 +16,8 @@ def test_a_server_has_its_model_already(invoke: Invoke, tmp_path: Path) -> None:
 
 def test_a_run_without_a_terminal_is_only_its_lines(invoke: Invoke, tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").touch()
-    assert invoke("batch", "in.jsonl", "out.jsonl").stderr == "0 lines, 0 of them done before\n"
+    said = invoke("batch", "in.jsonl", "out.jsonl").stderr
+    assert said == "0 lines, 0 of them done before\nAll lines have a result, 0 of them an error.\n"
 
 
 def test_a_server_is_an_address(invoke: Invoke, tmp_path: Path) -> None:

@@ -113,6 +113,19 @@ def test_results_that_can_not_be_written_are_said_before_the_model_is_loaded(
     assert lines == ["1 lines, 0 of them done before"]
 
 
+async def test_a_run_that_is_complete_says_how_many_lines_have_an_error(tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", line("a"), line("b"), "no JSON")
+    results = Results(tmp_path / "out.jsonl")
+    results.add(Line(1, "a"), answered(Line(1, "a"), "cmpl-1", 200, {}), failed=False)
+    results.add(Line(2, "b"), answered(Line(2, "b"), "cmpl-2", 400, {}), failed=True)
+    results.add(Line(3, None), faulty(Line(3, None, fault="no JSON")), failed=True)
+    await results.close()
+    lines: list[str] = []
+    batch = Batch(source, tmp_path / "out.jsonl")
+    status = await asyncio.to_thread(run, Config(), batch, progress=lambda *_: None, say=lines.append)
+    assert (status, lines[-1]) == (Status.FAILED, "All lines have a result, 2 of them an error.")
+
+
 # -- a run
 
 
