@@ -28,12 +28,12 @@ def filter_options(function: F) -> F:
 
 @click.command()
 @click.argument("what", type=click.Choice(["rows", "summary"]), default="rows")
-@click.option("--by", default="user", show_default=True, help="Of a summary: columns, or day; separated by commas.")
+@click.option("--by", help="Of a summary: columns, or day; separated by commas. [default: user]")
 @click.option("--format", "form", type=click.Choice(["table", "csv", "jsonl"]), default="table", show_default=True)
 @click.option("--limit", type=click.IntRange(min=0), default=50, show_default=True, help="Latest rows; 0 = all.")
 @filter_options
 @config_options
-def ledger(what: str, by: str, form: Any, limit: int, **options: Any) -> None:
+def ledger(what: str, by: str | None, form: Any, limit: int, **options: Any) -> None:
     """Show the ledger's ROWS, or a SUMMARY of calls, tokens and cost. A server may run meanwhile.
 
     Tables show money in the currency, CSV and JSON lines in billionths of it.
@@ -41,6 +41,8 @@ def ledger(what: str, by: str, form: Any, limit: int, **options: Any) -> None:
     from minserve.economics.queries import reading, rows, summary, text
     from minserve.economics.schema import LedgerError
 
+    if what == "rows" and by is not None:
+        fail("--by groups a summary; write `minserve ledger summary --by ...`")
     config = read_settings(options).config
     try:
         path = _path(config)
@@ -49,7 +51,7 @@ def ledger(what: str, by: str, form: Any, limit: int, **options: Any) -> None:
             if what == "rows":
                 found = rows(database, chosen, limit or None)
             else:
-                found = summary(database, chosen, [name.strip() for name in by.split(",") if name.strip()])
+                found = summary(database, chosen, [name.strip() for name in (by or "user").split(",") if name.strip()])
     except (LedgerError, ValueError) as error:
         fail(str(error))
     click.echo(text(found, form), nl=False)

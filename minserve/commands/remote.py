@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import click
 
-from minserve.commands.options import config_options, fail, read_settings
+from minserve.commands.options import config_options, fail, read_settings, server_url
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -22,14 +22,14 @@ def server_options(function: F) -> F:
     function = click.option(
         "--api-key", envvar="MINSERVE_API_KEY", help="An administrator's key, where keys are configured."
     )(function)
-    return config_options(click.option("--url", help="The server. [default: as configured]")(function))
+    return config_options(click.option("--url", type=server_url, help="The server. [default: as configured]")(function))
 
 
 def ask(
     path: str, field: str, url: str | None, api_key: str | None, options: dict[str, Any], body: object = None
 ) -> Any:
     """The JSON object with `field` that answers a GET, or a POST of `body`; exits with the reason if there is none."""
-    url = (url or _configured(options)).rstrip("/")
+    url = url or _configured(options)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url + path, data, headers | {"Content-Type": "application/json"})

@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
-from minserve.config import KeyConfig, LimitConfig, Section
+from minserve.config import KeyConfig, LimitConfig, PeriodName, Section
 
 
 def key_table(name: str, key: KeyConfig) -> str:
@@ -26,6 +26,8 @@ def key_table(name: str, key: KeyConfig) -> str:
 def parse_limit(text: str) -> LimitConfig:
     """ "day:tokens=200000,requests=500" as a cap. ValueError with what is wrong."""
     period, _, caps = text.partition(":")
+    if period not in get_args(PeriodName):
+        raise ValueError(f"{text!r}: the period is one of {', '.join(get_args(PeriodName))}")
     fields: dict[str, Any] = {"period": period}
     for cap in caps.split(","):
         kind, _, amount = cap.partition("=")

@@ -51,9 +51,9 @@ class Report:
     def lines(self) -> list[str]:
         s, unit = self.spread, self.currency
         out = [
-            f"{self.source}: {s.users} users, cost per user and month in {unit}",
+            f"{self.source}: {s.users} {'user' if s.users == 1 else 'users'}, cost per user and month in {unit}",
             f"  mean {s.mean:.4g}   p50 {s.p50:.4g}   p95 {s.p95:.4g}   p99 {s.p99:.4g}   max {s.most:.4g}",
-            f"  the dearest 1 % of users cause {s.top_share:.0%} of the cost",
+            f"  the dearest 1% of users cause {s.top_share:.0%} of the cost",
         ]
         if self.margin is not None:
             m = self.margin

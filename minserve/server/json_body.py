@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterator
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 
@@ -72,6 +72,8 @@ def to_struct(fields: dict[str, Any], struct: type[T]) -> T:
         what, path = (match["what"], match["path"]) if match else (str(error), None)
         what, path = _short(what), path and _short(path)
         name = path or _missing(what)
+        if path and (words := _words(struct, path)):
+            what = f"must be one of {', '.join(words)}"
         raise RequestError(f"{name}: {what}." if path else f"{what}.", code="invalid_type", param=name) from None
     except RecursionError:
         raise _invalid("The request body is nested too deeply.") from None
@@ -86,6 +88,13 @@ def _integral(fields: dict[str, Any], struct: type[msgspec.Struct]) -> dict[str,
 @cache
 def _integer_fields(struct: type[msgspec.Struct]) -> frozenset[str]:
     return frozenset(field.name for field in msgspec.structs.fields(struct) if field.type in (int, int | None))
+
+
+@cache
+def _words(struct: type[msgspec.Struct], name: str) -> tuple[str, ...]:
+    """What a top-level field may be, if it is one of a few words."""
+    kinds = {field.name: (field.type, *get_args(field.type)) for field in msgspec.structs.fields(struct)}
+    return next((get_args(kind) for kind in kinds.get(name, ()) if get_origin(kind) is Literal), ())
 
 
 def _missing(what: str) -> str | None:

@@ -55,7 +55,7 @@ def test_a_key_without_a_name_gets_one(invoke: Invoke) -> None:
     ("arguments", "message"),
     [
         (("--limit", "day"), "PERIOD:KIND=AMOUNT"),
-        (("--limit", "year:tokens=1"), "period"),
+        (("--limit", "year:tokens=1"), "minute, hour, day, month"),
         (("--limit", "day:coins=1"), "coins"),
         (("--limit", "day:tokens=-1"), "tokens"),
         (("--user", "a\nb"), "--user must be"),

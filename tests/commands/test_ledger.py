@@ -57,6 +57,12 @@ def test_rows_as_a_table_for_people(invoke: Invoke, ledger: Ledger) -> None:
     assert "kept 30 days" in invoke("ledger", "--set", "ledger.retention_days=30").stderr
 
 
+def test_grouping_rows_is_refused_instead_of_ignored(invoke: Invoke, ledger: Ledger) -> None:
+    result = invoke("ledger", "--by", "day")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "summary" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "ids"),
     [

@@ -191,6 +191,12 @@ def test_true_does_not_pass_for_one_in_the_table_of_unsupported_fields() -> None
         refuse_unsupported({"best_of": True}, chat=False)
 
 
+def test_a_wrong_word_is_answered_with_the_right_ones() -> None:
+    with pytest.raises(RequestError, match="pool: must be one of interactive, bulk") as caught:
+        to_struct({"prompt": "a", "pool": "fast"}, CompletionBody)
+    assert (caught.value.code, caught.value.param) == ("invalid_type", "pool")
+
+
 @pytest.mark.parametrize(
     "body",
     [
