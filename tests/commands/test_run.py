@@ -53,7 +53,14 @@ def test_lines_of_a_chat_can_be_edited_and_ctrl_c_drops_only_one(tmp_path: Path)
     command = [sys.executable, "-m", "minserve", "chat", *TINY, "--max-new", "2"]
     environment = {**os.environ, "MINSERVE_DATA": str(tmp_path), "PYTHONPATH": str(ROOT), "TERM": "xterm"}
     chat = subprocess.Popen(
-        command, cwd=tmp_path, env=environment, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+        command,
+        cwd=tmp_path,
+        env=environment,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell ignores it for what runs behind `&`
     )
     os.close(theirs)
     try:
