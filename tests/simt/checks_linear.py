@@ -12,12 +12,13 @@ import numpy.typing as npt
 from minserve.backend.cuda_backend import ops
 from minserve.backend.cuda_backend.blas import Output
 from minserve.backend.cuda_backend.weights import BITS, Matrix, Uploader, chunks
-from minserve.backend.tensor import Encoding, HostTensor
+from minserve.backend.tensor import BLOCKS, Encoding, HostTensor
 from tests.simt import reference
 from tests.simt.kit import Check, Kit, host_tensor, normal, step_of
 from tests.simt.reference import Float64
 
-F32, Q8_0, Q5_0, Q4_0, Q4_1 = Encoding.F32, Encoding.Q8_0, Encoding.Q5_0, Encoding.Q4_0, Encoding.Q4_1
+F32, Q8_0, Q5_0, Q4_0 = Encoding.F32, Encoding.Q8_0, Encoding.Q5_0, Encoding.Q4_0
+Q4_1, Q4_K = Encoding.Q4_1, Encoding.Q4_K
 
 
 def unpacked(kit: Kit, matrix: Matrix) -> tuple[npt.NDArray[np.int64], Float64, Float64]:
@@ -47,6 +48,25 @@ def packing(kit: Kit, encodings: tuple[Encoding, ...], cols: int, format: str) -
     assert np.abs(got - want).max() < 1e-6  # the float32 of the specification's own sum
     groups = [tensor.groups() for tensor in tensors]
     assert (scales == np.concatenate([g.scale for g in groups])).all()
+
+
+def packing_k(kit: Kit) -> None:
+    """Q4_K: the very integers; scales and minima, whatever their factors, within half a float16's last place."""
+    rng = np.random.default_rng(0)
+    blocks = rng.integers(0, 256, (5, 3, BLOCKS[Q4_K].nbytes), np.uint8)
+    factors = rng.integers(0, 0x6410, (5, 3, 2), np.uint16)  # float16s from 0 over subnormals to 1039
+    blocks[..., :4] = (factors | rng.integers(0, 2, factors.shape, np.uint16) << 15).view(np.uint8)
+    blocks[0, 0] = 255
+    blocks[0, 0, :4] = np.array([0x640F, 0x0001], np.uint16).view(np.uint8)  # the largest and the smallest, times 63
+    tensors = [HostTensor("weight", (5, 768), Q4_K, blocks.reshape(5, -1)), host_tensor(1, 2, 768, Q4_1)]
+    matrix = Uploader(kit.cp, kit.compute).matrix(tensors)
+    assert matrix.format == "Int4Min"
+    groups = tensors[0].groups()
+    q, scales, minima = (array[:5] for array in unpacked(kit, matrix))
+    assert (q == groups.q).all()
+    for got, want in (scales, groups.scale), (minima, groups.minimum):
+        exact = np.asarray(want, np.float64)
+        assert (np.abs(got - exact) <= 2.0**-11 * np.abs(exact)).all()
 
 
 def large_product(kit: Kit, encoding: Encoding) -> None:
@@ -104,6 +124,7 @@ CHECKS: dict[str, Check] = {
        for encodings, format in [((Q8_0,), "Int8"), ((Q4_0,), "Int4"), ((Q4_1,), "Int4Min"), ((Q4_0, Q8_0), "Int8"),
                                  ((Q4_1, Q4_0, Q4_1), "Int4Min"), ((Q5_0,), "Int8"), ((Q8_0, Q5_0, Q4_0), "Int8")]
        for cols in (32, 96, 256)},
+    "packing Q4_K+Q4_1 768 as Int4Min": packing_k,
     **{f"linear {name} {r}x{n}x{k}": partial(linear, encodings=e, rows=r, n=n, k=k, out_type="")
        for (name, e), (r, n, k) in product(FORMATS.items(), SHAPES)},
     **{f"linear {name} to float": partial(linear, encodings=e, rows=2, n=19, k=96, out_type="float")

@@ -14,6 +14,7 @@ import pytest
 
 from minserve.assemble import Assembly
 from minserve.request import Submission
+from minserve.weights.dummy import PRESETS
 from tests.engines import Collected, run, submission
 from tests.simt import instances
 from tests.simt.engines import Certainties, Recorded, cuda_engine
@@ -31,6 +32,12 @@ LIMITS: dict[str, Any] = {
     "max_logit_rows": 24,
 }
 SYSTEM = [(i * 37 + 11) % 256 for i in range(35)]  # a shared prefix of two blocks and a bit
+WIDE = PRESETS["llama-tiny"] | {  # K-quants come in blocks of 256 weights
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 1,
+    "head_dim": 64,
+}
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -139,21 +146,25 @@ def test_same_tokens_as_the_numpy_backend(family: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("encoding", "compute"),
+    ("encoding", "compute", "format"),
     [
-        ("BF16", "bf16"),
-        ("Q8_0", "bf16"),
-        ("Q8_0", "half"),
-        ("Q5_0", "half"),
-        ("Q4_0", "half"),
-        ("Q4_1", "half"),
-        ("Q6_K", "half"),
+        ("BF16", "bf16", "Dense"),
+        ("Q8_0", "bf16", "Int8"),
+        ("Q8_0", "half", "Int8"),
+        ("Q5_0", "half", "Int8"),
+        ("Q4_0", "half", "Int4"),
+        ("Q4_1", "half", "Int4Min"),
+        ("Q4_K", "half", "Int4Min"),
+        ("Q6_K", "half", "Dense"),
     ],
 )
-def test_encodings(encoding: str, compute: str) -> None:
+def test_encodings(encoding: str, compute: str, format: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Quantized files stay quantized, bfloat16 files compute in bfloat16. Q6_K is rounded to 16 bits: less is sure."""
-    model = f"dummy:llama-tiny:{encoding}"
+    monkeypatch.setitem(PRESETS, "llama-wide", WIDE)
+    model = f"dummy:llama-{'wide' if encoding.endswith('_K') else 'tiny'}:{encoding}"
     sure = SURE[compute] * (4 if encoding == "Q6_K" else 1)
     compared, _, _, assembly = both(model, compute, [first_wave()[:4]], sure)
     assert sum(map(len, compared.values())) > (20 if compute == "half" else 8)
     assert compute.replace("half", "float16").replace("bf16", "bfloat16") in assembly.backend.description
+    program: Any = assembly.engine.runner.program
+    assert ("skinny_gemm", f"skinny_gemm<{compute},float,{format},1,kNone>") in program._m.kernels.names()

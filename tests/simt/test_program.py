@@ -23,8 +23,9 @@ from minserve.backend.cuda_backend.lowering import Lowering, live_ranges
 from minserve.backend.cuda_backend.program import CudaProgram, buckets
 from minserve.backend.cuda_backend.recorder import Recorder
 from minserve.backend.cuda_backend.step import Shape, Staging
+from minserve.backend.cuda_backend.weights import choose_format
 from minserve.backend.numpy_backend import NumpyBackend
-from minserve.backend.tensor import Encoding, HostTensor
+from minserve.backend.tensor import Encoding, HostTensor, float32_to_bfloat16
 from minserve.batch import Batch, SeatReset
 from minserve.config import EngineConfig
 from minserve.models import load
@@ -426,7 +427,16 @@ class TestBackend:
 
     @pytest.mark.parametrize(
         ("encoding", "bits"),
-        [("Q4_0", 4.5), ("Q4_1", 5), ("Q8_0", 8.5), ("Q5_0", 8.5), ("Q5_1", 16), ("Q6_K", 16), ("BF16", 16)],
+        [
+            ("Q4_0", 4.5),
+            ("Q4_1", 5),
+            ("Q8_0", 8.5),
+            ("Q5_0", 8.5),
+            ("Q4_K", 5),
+            ("Q5_1", 16),
+            ("Q6_K", 16),
+            ("BF16", 16),
+        ],
     )
     def test_bits_of_a_weight_by_the_files_encoding(self, encoding: str, bits: float) -> None:
         tensor = load_dummy(f"dummy:smollm2-135m:{encoding}").checkpoint.tensor("model.layers.0.mlp.down_proj.weight")
@@ -510,6 +520,21 @@ class TestBackend:
         tensor = HostTensor.from_array("huge", np.full((1, 8), 1e6, np.float32))
         with pytest.raises(BackendError, match="huge has weights beyond float16's range"):
             cuda_backend(compute="half").prepare_linear([tensor])
+
+    @pytest.mark.parametrize("at", [0, 2])  # the factor of the scales, of the minima
+    def test_q4_k_takes_16_bits_where_float16_may_not_hold_its_products(self, at: int) -> None:
+        def tensor(factor: float) -> HostTensor:
+            blocks = np.full((2, 144), 255, np.uint8)  # of the largest integers, and 63 times a factor
+            blocks[:, :4] = 0
+            blocks[1, at : at + 2] = np.array([factor], np.float16).view(np.uint8)
+            return HostTensor("w", (2, 256), Encoding.Q4_K, blocks)
+
+        backend = cuda_backend(compute="bf16")
+        largest = backend.prepare_linear([tensor(1039)])
+        assert max(np.abs(a.get()).max() for a in (largest.scales, largest.minima)) == 65472
+        beyond = backend.prepare_linear([tensor(1040)])
+        assert (beyond.data.get().view(np.uint16) == float32_to_bfloat16(tensor(1040).float32())).all()
+        assert [choose_format([tensor(factor)]) for factor in (-1040, np.inf, np.nan)] == ["Dense"] * 3
 
     def test_weights_are_uploaded_in_slabs(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("minserve.backend.cuda_backend.weights.SLAB_BYTES", 4 * 32 * 3)

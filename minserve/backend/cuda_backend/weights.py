@@ -1,9 +1,9 @@
 """Weights on the device: a file's encodings brought into the layouts of kernels_cuda/weights.cuh.
 
 Owns the choice of layout and the upload. Quantized matrices keep the file's integers, scales and minima bit for bit
-(Q8_0, Q5_0, Q4_0, Q4_1). Every other encoding becomes the compute type, 16 bits a weight: the scales of Q4_K, Q5_K and
-Q6_K, products of two numbers, don't fit into 16 bits, and Q5_1 would need a minimum beside 8-bit integers. It must not
-know models or what uses a weight.
+(Q8_0, Q5_0, Q4_0, Q4_1). Q4_K becomes Q4_1: the same integers, but its scales and minima, products of two numbers, are
+rounded to float16. Every other encoding becomes the compute type, 16 bits a weight: Q5_1 and Q5_K would need a minimum
+beside 8-bit integers, Q6_K groups of 16. It must not know models or what uses a weight.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import numpy as np
 
 from minserve.backend.base import BackendError
 from minserve.backend.cuda_backend.kernels import Kernels
-from minserve.backend.tensor import Encoding, HostTensor, float32_to_bfloat16
+from minserve.backend.tensor import BLOCKS, Encoding, HostTensor, float32_to_bfloat16
 
 BITS = {"Dense": 16, "Int8": 8, "Int4": 4, "Int4Min": 4}
 ALIGNMENT = 8  # columns: kernels move 8 numbers of 16 bits at once
+FLOAT16_MAX = 65504.0
 SLAB_BYTES = 64 << 20  # of float32 at a time while converting, so that host memory stays bounded
 COMPUTE_TYPES = {"half": np.dtype(np.float16), "bf16": np.dtype(np.uint16)}  # NumPy has no bfloat16: its bits
 
@@ -61,8 +62,8 @@ def chunks(format: str, k: int) -> int:
 
 
 def choose_format(tensors: Sequence[HostTensor]) -> str:
-    """The layout that holds all of these losslessly, else Dense."""
-    encodings = {tensor.encoding for tensor in tensors}
+    """The layout that holds the integers of all of these, else Dense."""
+    encodings = {Encoding.Q4_1 if fits_q4_1(tensor) else tensor.encoding for tensor in tensors}
     if encodings <= {Encoding.Q4_0}:
         return "Int4"
     if encodings <= {Encoding.Q4_0, Encoding.Q4_1}:
@@ -70,6 +71,29 @@ def choose_format(tensors: Sequence[HostTensor]) -> str:
     if encodings <= {Encoding.Q4_0, Encoding.Q5_0, Encoding.Q8_0}:
         return "Int8"
     return "Dense"
+
+
+def fits_q4_1(tensor: HostTensor) -> bool:
+    """Whether this is a Q4_K tensor whose scales and minima, 6 bits times a float16, are within float16's range.
+
+    None is too small: a product below float16's normal range has a subnormal factor, so it is a multiple of 2^-24 too.
+    """
+    if tensor.encoding is not Encoding.Q4_K:
+        return False
+    blocks = tensor.data.reshape(tensor.rows, -1, BLOCKS[Encoding.Q4_K].nbytes)
+    factors = np.ascontiguousarray(blocks[..., :4]).view(np.float16)
+    return float(np.abs(factors).max()) * 63 <= FLOAT16_MAX  # False for a NaN
+
+
+def to_q4_1(tensor: HostTensor) -> HostTensor:
+    """A Q4_K tensor as Q4_1: the same integers, scales and minima rounded once, by at most 2^-11 of themselves."""
+    groups = tensor.groups()
+    assert groups.minimum is not None
+    halves = groups.q.reshape(*groups.scale.shape, 2, 16)
+    blocks = np.empty((*groups.scale.shape, BLOCKS[Encoding.Q4_1].nbytes), np.uint8)
+    blocks[..., :4] = np.stack([groups.scale, groups.minimum], -1).astype(np.float16).view(np.uint8)
+    blocks[..., 4:] = halves[..., 0, :] | halves[..., 1, :] << 4
+    return HostTensor(tensor.name, tensor.shape, Encoding.Q4_1, blocks.reshape(tensor.rows, -1))
 
 
 class Uploader:
@@ -118,6 +142,8 @@ class Uploader:
         data[first : first + tensor.rows].set(np.ascontiguousarray(numbers).view(np.uint8).reshape(tensor.rows, -1))
 
     def _repack(self, matrix: Matrix, first: int, tensor: HostTensor) -> None:
+        if tensor.encoding is Encoding.Q4_K:
+            tensor = to_q4_1(tensor)
         kernel = self._kernels.get("repack", "repack", tensor.encoding.value, matrix.format)
         self._kernels.compile()
         blocks = self._cp.asarray(np.ascontiguousarray(tensor.data))
