@@ -65,6 +65,15 @@ def first_wave() -> list[Submission]:
     ]
 
 
+def short_wave() -> list[Submission]:
+    """For what depends on the weights alone: a prompt in two chunks, one that decodes beside it, one of one token."""
+    return [
+        submission(prompt(1, 20), "greedy", max_tokens=18, ignore_eos=True),
+        submission(prompt(2, 9), "seeded", max_tokens=18, temperature=0.3, seed=5, ignore_eos=True),
+        submission([5], "one token", max_tokens=24, repetition_penalty=1.3, presence_penalty=0.4, logprobs=3),
+    ]
+
+
 def second_wave() -> list[Submission]:
     """Prompts whose beginning is in the prefix index by now."""
     return [
@@ -163,7 +172,7 @@ def test_encodings(encoding: str, compute: str, format: str, monkeypatch: pytest
     monkeypatch.setitem(PRESETS, "llama-wide", WIDE)
     model = f"dummy:llama-{'wide' if encoding.endswith('_K') else 'tiny'}:{encoding}"
     sure = SURE[compute] * (4 if encoding == "Q6_K" else 1)
-    compared, _, _, assembly = both(model, compute, [first_wave()[:4]], sure)
+    compared, _, _, assembly = both(model, compute, [short_wave()], sure)
     assert sum(map(len, compared.values())) > (20 if compute == "half" else 8)
     assert compute.replace("half", "float16").replace("bf16", "bfloat16") in assembly.backend.description
     program: Any = assembly.engine.runner.program

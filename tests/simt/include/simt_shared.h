@@ -4,6 +4,8 @@
 #define SIMT_DYNAMIC_SHARED(type, name) \
   auto* name = reinterpret_cast<std::remove_reference_t<type>*>(simt::block.dynamic_shared)
 
+extern "C" __attribute__((visibility("hidden"))) void* __dso_handle;    // in this library
+
 namespace simt {
 
 template <class T>
@@ -49,8 +51,9 @@ inline char* guarded(size_t bytes) {    // pages that end at an inaccessible one
 // Where a single thread does that, a __syncthreads() orders it and what the others do.
 enum Use { kRead, kWrite, kAtomic, kCopy };     // kCopy: a cp.async begins; it ends with a kWrite
 
-struct Access { unsigned barriers, syncs; uint16_t thread; bool copy; void* pc; };
+struct Access { unsigned barriers, syncs; int32_t pc; uint16_t thread; bool copy; };    // pc: behind __dso_handle
 struct Shadow { Access write, atomic, read, read_by_another_warp; };
+static_assert(sizeof(Shadow) == 64);    // a cache line: most of the emulator's time goes into missing these
 inline Shadow* shadow;              // for each byte: dynamic shared memory, then static
 
 SIMT_UNCHECKED inline bool unordered(const Access& before) {
@@ -118,7 +121,8 @@ SIMT_UNCHECKED inline void access(const void* address, size_t size, Use use, voi
     if (size_t(p - device) < device_span) device_access(p, size, use, pc);
     return;
   }
-  Access now{block.barriers, self->warp->syncs, uint16_t(self - block.fibers), use == kCopy, pc};
+  char* base = reinterpret_cast<char*>(&__dso_handle);
+  Access now{block.barriers, self->warp->syncs, int32_t(static_cast<char*>(pc) - base), uint16_t(self - block.fibers), use == kCopy};
   for (; size--; ++cell) {
     const char* what = nullptr;
     const Access* before = nullptr;
@@ -128,7 +132,7 @@ SIMT_UNCHECKED inline void access(const void* address, size_t size, Use use, voi
     if (use != kRead && unordered(cell->read_by_another_warp)) before = &cell->read_by_another_warp, what = "read";
     if (before)
       die("race on shared memory: %s, pc %p; earlier %s by thread %u, pc %p",
-          use == kRead ? "read" : use == kAtomic ? "atomic" : "write", pc, what, before->thread, before->pc);
+          use == kRead ? "read" : use == kAtomic ? "atomic" : "write", pc, what, before->thread, base + before->pc);
     if (use == kRead || use == kAtomic) {
       if (cell->write.barriers < block.began) die("read of shared memory that nobody has written, pc %p", pc);
       if (cell->write.copy) die("read of shared memory that a copy is under way to, pc %p", pc);
