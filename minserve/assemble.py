@@ -124,7 +124,7 @@ def warm_up(runner: Runner, limits: Limits, tokenizer: Tokenizer, max_model_len:
     """A prompt and two tokens through a scheduler of their own, so that the first caller does not pay for it.
 
     What is slow only once: libraries that load lazily, memory that nobody has touched. A longer prompt would touch more
-    of it and take a CPU a third of a second; the first real one, after this, is as fast as the second.
+    of it, and delay the start on a CPU by more than it saves the first caller.
     """
     engine = Engine(Scheduler(limits, weights_id=b"", prefix_caching=False), runner, tokenizer)
     length = min(limits.max_step_tokens, max_model_len - 2, 64)

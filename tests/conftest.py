@@ -1,6 +1,6 @@
 """What holds for every test: logging is set up for the whole process, so it is put back after each; no case that
 Hypothesis tries is timed, since others run beside it; and thousands of collected tests are kept from the garbage
-collector, which would look at them again in every collection (a seventh of all time)."""
+collector, which would look at them again in every full collection."""
 
 from __future__ import annotations
 

@@ -26,8 +26,9 @@ def key_table(name: str, key: KeyConfig) -> str:
 def parse_limit(text: str) -> LimitConfig:
     """ "day:tokens=200000,requests=500" as a cap. ValueError with what is wrong."""
     period, _, caps = text.partition(":")
-    if period not in get_args(PeriodName):
-        raise ValueError(f"{text!r}: the period is one of {', '.join(get_args(PeriodName))}")
+    periods = get_args(PeriodName)
+    if period not in periods:
+        raise ValueError(f"{text!r}: the period is one of {', '.join(periods)}")
     fields: dict[str, Any] = {"period": period}
     for cap in caps.split(","):
         kind, _, amount = cap.partition("=")

@@ -11,12 +11,13 @@ import json
 import re
 from collections.abc import Iterator
 from functools import cache
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, TypeVar, get_args
 
 import msgspec
 
 from minserve.request import RequestError
 from minserve.server.errors import shown
+from minserve.settings import choices
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -94,7 +95,7 @@ def _integer_fields(struct: type[msgspec.Struct]) -> frozenset[str]:
 def _words(struct: type[msgspec.Struct], name: str) -> tuple[str, ...]:
     """What a top-level field may be, if it is one of a few words."""
     kinds = {field.name: (field.type, *get_args(field.type)) for field in msgspec.structs.fields(struct)}
-    return next((get_args(kind) for kind in kinds.get(name, ()) if get_origin(kind) is Literal), ())
+    return next(filter(None, map(choices, kinds.get(name, ()))), ())
 
 
 def _missing(what: str) -> str | None:
