@@ -252,10 +252,10 @@ async def test_a_failed_step_ends_its_requests_and_two_in_a_row_the_engine(monke
 
 # bug: 63
 async def test_drain_finishes_what_it_can_and_ends_the_rest_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    timeouts = TimeoutsConfig(drain_s=0.3)
+    timeouts = TimeoutsConfig(drain_s=1.0)
     async with real_server(timeouts=timeouts) as (server, assembly):
         long = {**COMPLETION, **GREEDY, "max_tokens": 400}
-        short = {**COMPLETION, **GREEDY, "max_tokens": 3}
+        short = {**COMPLETION, **GREEDY, "max_tokens": 10}
         run = assembly.engine.runner.run
 
         def slow(*args: Any) -> Any:
@@ -264,9 +264,10 @@ async def test_drain_finishes_what_it_can_and_ends_the_rest_with_an_error(monkey
 
         monkeypatch.setattr(assembly.engine.runner, "run", slow)
         streams = [asyncio.create_task(server.events("/v1/completions", body)) for body in (long, short)]
+        await until(lambda: server.engine.status().streams == 2)  # these have seats; the others may come in any order
         whole = asyncio.create_task(server.post("/v1/completions", long))
         queued = [asyncio.create_task(server.events("/v1/completions", long)) for _ in range(10)]
-        await until(lambda: server.engine.status().streams == 13)
+        await until(lambda: server.engine.status().streams >= 12)  # 13, or the short one has ended
         lines: list[str] = []
         draining = asyncio.create_task(drain(server.services, server.site, lines.append))
         await asyncio.sleep(0.05)
