@@ -9,13 +9,7 @@ from typing import Any
 
 import pytest
 
-from minserve.config import (
-    AccountConfig,
-    Config,
-    KeyConfig,
-    LimitConfig,
-    PricesConfig,
-)
+from minserve.config import AccountConfig, Config, KeyConfig, LimitConfig, PricesConfig
 from minserve.economics.accounting import Accounting, Admission
 from minserve.economics.keys import Identity, digest
 from minserve.economics.settlement import Settlement

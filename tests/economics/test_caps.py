@@ -5,12 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from minserve.config import (
-    Config,
-    KeyConfig,
-    LimitConfig,
-    UserConfig,
-)
+from minserve.config import Config, KeyConfig, LimitConfig, UserConfig
 from minserve.economics.accounting import Accounting, Reservation
 from minserve.economics.keys import digest, narrow
 from tests.economics.calls import DONE, call, day, keyed, local, refused

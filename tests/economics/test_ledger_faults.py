@@ -7,14 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from minserve.config import (
-    AccountConfig,
-    Config,
-    LedgerConfig,
-    LimitConfig,
-    SpendConfig,
-    UserConfig,
-)
+from minserve.config import AccountConfig, Config, LedgerConfig, LimitConfig, SpendConfig, UserConfig
 from minserve.economics.accounting import Accounting
 from minserve.economics.keys import narrow
 from minserve.economics.schema import LedgerError

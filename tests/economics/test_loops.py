@@ -8,11 +8,7 @@ from typing import Any
 
 import pytest
 
-from minserve.config import (
-    Config,
-    LoopsConfig,
-    RunConfig,
-)
+from minserve.config import Config, LoopsConfig, RunConfig
 from minserve.economics.accounting import Accounting
 from minserve.economics.keys import narrow
 from minserve.economics.loops import prompt_digest

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from minserve.config import (
-    Config,
-)
+from minserve.config import Config
 from minserve.economics.accounting import Accounting, Admission
 from minserve.economics.keys import narrow
 from minserve.economics.rows import Row

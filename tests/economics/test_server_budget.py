@@ -5,10 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from minserve.config import (
-    Config,
-    SpendConfig,
-)
+from minserve.config import Config, SpendConfig
 from minserve.economics.accounting import Accounting
 from minserve.economics.limits import Scope
 from minserve.economics.settlement import Settlement
