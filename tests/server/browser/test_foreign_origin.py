@@ -22,10 +22,10 @@ from playwright.async_api import Page, expect
 from minserve.config import LimitConfig, ServerConfig
 from minserve.economics.tokens import PageTokens
 from minserve.request import FinishReason, RequestError, TextDelta, Usage
+from tests.server.browser.pages import IN_BROWSER, Open, finish, tokens
 from tests.server.fakes import FakeEngine, Server, keyed, say, serving
-from tests.server.test_browser import Open, browser, finish, open_page, pytestmark, tokens
 
-__all__ = ["browser", "open_page", "pytestmark"]  # fixtures and marks that this module shares
+pytestmark = IN_BROWSER
 
 KEY = "ms-a-long-lived-key"
 HTML = """<!doctype html><title>Somebody's page</title><p id="answer"></p><p id="trouble"></p>
