@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -14,6 +15,7 @@ from minserve.server.serve import served_model
 from tests.server.fakes import MODEL, Server, serving
 
 SMALL = EngineConfig(backend="numpy", num_blocks=64, block_size=8, max_num_seqs=6, max_num_batched_tokens=48)
+GREEDY = {"temperature": 0, "ignore_eos": True}
 
 
 def small_model(engine: EngineConfig = SMALL) -> Assembly:
@@ -34,3 +36,19 @@ async def real_server(
             yield server, assembly
     finally:
         await runner.stop()
+
+
+def idle_invariants(server: Server, assembly: Assembly) -> None:
+    """Nothing is held by anybody: every block is free or only cached, every stream and row is closed."""
+    assembly.engine.scheduler.check()
+    status = server.engine.status()
+    assert status.streams == 0
+    assert sum(status.running.values()) + sum(status.waiting.values()) == 0
+    assert status.blocks_free + status.blocks_cached == status.blocks_total
+    assert server.services.gateway.live == 0
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)

@@ -20,8 +20,7 @@ from minserve.economics.prices import NANO, money
 from minserve.request import FinishReason, TextDelta, Usage
 from minserve.server.text_worker import TextWorker
 from tests.server.fakes import COMPLETION, FakeEngine, Server, serving
-from tests.server.real import SMALL, real_server
-from tests.server.test_end_to_end import idle_invariants, until
+from tests.server.real import SMALL, idle_invariants, real_server, until
 
 BODY = {**COMPLETION, "max_tokens": 300, "ignore_eos": True, "temperature": 0}
 DEADLINE = "X-Minserve-Deadline-Ms"
