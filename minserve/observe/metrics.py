@@ -99,8 +99,8 @@ class Metrics:
 
     def row(self, row: LedgerRow) -> None:
         """A call has ended or was refused: its tokens and money, why it was refused, what was degraded."""
-        for step in filter(None, row.degraded.split(",")):
-            self.degraded.labels(*self._values(step)).inc()
+        for rung in filter(None, row.degraded.split(",")):
+            self.degraded.labels(*self._values(rung)).inc()
         if row.finish == "refused":
             self.rejections.labels(*self._values(row.code)).inc()
             return
@@ -157,7 +157,7 @@ class Metrics:
         self.generation_tokens = self._by_pool("vllm:generation_tokens", "Tokens generated.")
         self.rejections = self._counter("vllm:admission_rejections", "Refused calls.", "reason")
         self.cost = self._by_pool("minserve_cost", "Money settled, in the configured currency.")
-        self.degraded = self._counter("minserve_degraded_requests", "Calls that got less under load.", "step")
+        self.degraded = self._counter("minserve_degraded_requests", "Calls that got less under load.", "rung")
 
     def _histogram(self, name: str, text: str, bounds: tuple[float, ...], pool: bool = True) -> Histogram:
         histogram = Histogram(name, text, bounds, ("pool",) if pool else ())

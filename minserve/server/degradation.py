@@ -1,6 +1,6 @@
-"""What gives way under load, here and now: the step that holds, what it does to a call, the text that needs no model.
+"""What gives way under load, here and now: the rung that holds, what it does to a call, the text that needs no model.
 
-Owns the step. It changes when a call comes, when the engine plans and when somebody scrapes, so that it also ends when
+Owns the rung. It changes when a call comes, when the engine plans and when somebody scrapes, so that it also ends when
 nobody comes any more. The rules are `policy.degrade`'s.
 """
 
@@ -16,7 +16,7 @@ from minserve.config import Config
 from minserve.economics.accounting import Accounting
 from minserve.economics.alerts import Alert
 from minserve.engine import Progress
-from minserve.policy.degrade import Decision, Ladder, Load, Step, decide, step_of, thrift
+from minserve.policy.degrade import Backlog, Decision, Ladder, Rung, decide, rung_of, thrift
 from minserve.request import FinishReason, Pool, RequestOutcome, TextDelta, Usage
 from minserve.server.arrival import Call
 from minserve.server.ports import ServingEngine
@@ -50,17 +50,17 @@ class Degradation:
         self._engine = engine
         self._accounting = accounting
         self._clock = clock
-        self._step = Step.NONE
+        self._rung = Rung.NONE
         self._looked = 0.0
         self._paused_at = -math.inf
-        self._alerted: dict[Step, float] = {}
+        self._alerted: dict[Rung, float] = {}
         if self.enabled:
             engine.pause(self.paused)
 
     @property
-    def step(self) -> Step:
+    def rung(self) -> Rung:
         """What load and money call for together, now."""
-        return max(self._of_load(), self._of_money()) if self.enabled else Step.NONE
+        return max(self._of_load(), self._of_money()) if self.enabled else Rung.NONE
 
     def apply(self, call: Call) -> tuple[Call, str | None]:
         """The call as it may run, and the text that answers it instead of the model, if one does.
@@ -84,21 +84,21 @@ class Degradation:
 
     def paused(self) -> frozenset[Pool]:
         """Pools that get nothing now. Money pauses nobody who has been admitted."""
-        if not self.enabled or self._of_load() < Step.PAUSE_BULK:
+        if not self.enabled or self._of_load() < Rung.PAUSE_BULK:
             return frozenset()
         self._paused_at = self._clock()
         return frozenset([Pool.BULK])
 
     def met(self, call: Call, since: float) -> str:
-        """Every step that cut a call which was admitted at `since`, with commas between, "" for none: bulk that stood
+        """Every rung that cut a call which was admitted at `since`, with commas between, "" for none: bulk that stood
         still has been cut too."""
         stood = call.pool is Pool.BULK and self._paused_at >= since
-        return ",".join(filter(None, (call.degraded, Step.PAUSE_BULK.word if stood else "")))
+        return ",".join(filter(None, (call.degraded, Rung.PAUSE_BULK.word if stood else "")))
 
     def _decide(self, call: Call) -> Decision:
         load, money = self._of_load(), self._of_money()
         wait = self._engine.wait(Pool.INTERACTIVE)
-        saving = load < Step.PAUSE_BULK <= money
+        saving = load < Rung.PAUSE_BULK <= money
         return decide(
             max(load, money),
             self._ladder,
@@ -109,26 +109,28 @@ class Degradation:
             allows_shrink=call.identity.account.allow_shrink,
         )
 
-    def _of_load(self) -> Step:
+    def _of_load(self) -> Rung:
         now = self._clock()
         if now - self._looked >= _LOOK_EVERY_S:
             self._looked = now
             waiting = self._engine.status().waiting[Pool.INTERACTIVE.value]
-            load = Load(waiting, self._max_queue, self._engine.wait(Pool.INTERACTIVE), self._ceiling)
-            self._change(step_of(load, self._ladder, self._step), load, now)
-        return self._step
+            backlog = Backlog(waiting, self._max_queue, self._engine.wait(Pool.INTERACTIVE), self._ceiling)
+            self._change(rung_of(backlog, self._ladder, self._rung), backlog, now)
+        return self._rung
 
-    def _of_money(self) -> Step:
+    def _of_money(self) -> Rung:
         return thrift(self._accounting.spent_share, self._ladder)
 
-    def _change(self, step: Step, load: Load, now: float) -> None:
-        before, self._step = self._step, step
-        if step == before:
+    def _change(self, rung: Rung, backlog: Backlog, now: float) -> None:
+        before, self._rung = self._rung, rung
+        if rung == before:
             return
-        message = f"Degradation: {step.word} (was {before.word}), {load.queued} waiting, {load.wait:.1f} s to wait"
-        if step > before and now - self._alerted.get(step, -_ALERT_EVERY_S) >= _ALERT_EVERY_S:
-            self._alerted[step] = now
-            values: dict[str, object] = {"step": step.word, "waiting": load.queued, "wait_s": round(load.wait, 1)}
+        message = (
+            f"Degradation: {rung.word} (was {before.word}), {backlog.queued} waiting, {backlog.wait:.1f} s to wait"
+        )
+        if rung > before and now - self._alerted.get(rung, -_ALERT_EVERY_S) >= _ALERT_EVERY_S:
+            self._alerted[rung] = now
+            values: dict[str, object] = {"rung": rung.word, "waiting": backlog.queued, "wait_s": round(backlog.wait, 1)}
             self._accounting.alerts(Alert("degraded", message, self._accounting.clock(), values))
         else:
             log.info(message)

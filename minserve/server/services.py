@@ -68,7 +68,7 @@ class Services:
     ) -> Services:
         degradation = Degradation(config, engine, accounting)
         if degradation.enabled:
-            telemetry.gauge("minserve_degradation_step", "0: none ... 4: calls are refused.", lambda: degradation.step)
+            telemetry.gauge("minserve_degradation_rung", "0: none ... 4: calls are refused.", lambda: degradation.rung)
         if (ledger := accounting.ledger) is not None:
             telemetry.gauge(
                 "minserve_ledger_lost_rows_total", "Rows that could not be written.", lambda: ledger.lost_rows

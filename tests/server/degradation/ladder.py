@@ -12,11 +12,11 @@ EVERYBODY = AccountConfig(pools=("bulk",), allow_shrink=True)
 FAQ = {"X-Feature": "faq"}
 
 
-def count(server: Server, step: str) -> float:
-    labels = {"model_name": "tiny", "step": step}
+def count(server: Server, rung: str) -> float:
+    labels = {"model_name": "tiny", "rung": rung}
     return server.services.telemetry.metrics.registry.get_sample_value("minserve_degraded_requests_total", labels) or 0
 
 
-def step(server: Server) -> float | None:
+def rung(server: Server) -> float | None:
     registry = server.services.telemetry.metrics.registry
-    return registry.get_sample_value("minserve_degradation_step", {"model_name": "tiny"})
+    return registry.get_sample_value("minserve_degradation_rung", {"model_name": "tiny"})

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from minserve.config import PricesConfig, SpendConfig
-from tests.server.degradation.ladder import EVERYBODY, FAQ, LADDER, POOLS, count, step
+from tests.server.degradation.ladder import EVERYBODY, FAQ, LADDER, POOLS, count, rung
 from tests.server.fakes import CHAT, COMPLETION, FakeEngine, Server, say, serving
 
 
@@ -17,14 +17,14 @@ async def test_without_load_nothing_is_cut(server: Server) -> None:
         assert "x-minserve-degraded" not in response.headers
         assert (await response.json())["choices"][0]["text"] == "A long answer"
     assert server.rows[0].degraded == ""
-    assert step(server) == 0
+    assert rung(server) == 0
 
 
 async def test_it_is_off_by_default() -> None:
     async with serving(FakeEngine(say("ok")), pools=POOLS, local=EVERYBODY) as server:
         server.engine.waiting = 10
         assert (await server.post("/v1/completions", {**COMPLETION, "pool": "bulk"}))[0] == 200
-        assert step(server) is None
+        assert rung(server) is None
         assert server.engine.paused() == frozenset()
 
 
@@ -40,7 +40,7 @@ async def test_first_the_answers_of_those_who_allow_it_get_shorter(server: Serve
     (row,) = server.rows
     assert (row.degraded, row.max_tokens, row.finish) == ("shrink", 8, "length")
     assert count(server, "shrink") == 1
-    assert step(server) == 1
+    assert rung(server) == 1
 
 
 async def test_answers_of_others_stay_as_they_were_asked_for() -> None:
@@ -54,7 +54,7 @@ async def test_answers_of_others_stay_as_they_were_asked_for() -> None:
 async def test_a_long_wait_is_pressure_too(server: Server) -> None:
     server.engine.seconds = 0.95 * POOLS.interactive.queue_timeout_s
     await server.post("/v1/completions", COMPLETION)
-    assert step(server) == 3
+    assert rung(server) == 3
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -85,7 +85,7 @@ async def test_a_change_is_told_once_not_with_every_call() -> None:
             server.engine.waiting = waiting
             await server.post("/v1/completions", COMPLETION)
         await asyncio.sleep(0.05)
-    assert [(alert["kind"], alert["values"]["step"]) for alert in told] == [
+    assert [(alert["kind"], alert["values"]["rung"]) for alert in told] == [
         ("degraded", "shrink"),
         ("degraded", "static"),
     ]

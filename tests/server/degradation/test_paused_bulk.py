@@ -120,7 +120,7 @@ async def stand_still(engine: FakeEngine, seconds: float = 0.11) -> None:
         assert engine.paused() == paused
 
 
-def test_a_step_that_holds_costs_no_look_at_the_queue_each_time() -> None:
+def test_a_rung_that_holds_costs_no_look_at_the_queue_each_time() -> None:
     class Engine(FakeEngine):
         looks = 0
 
