@@ -38,7 +38,7 @@ class RequestError(Exception):
 
     status: HTTP status. code: machine-readable (`context_length_exceeded`). param: the field at fault, if one is.
     retry_after: seconds until a retry makes sense. should_retry: overrides what an SDK concludes from the status.
-    degraded: the step of degradation that refuses it, "" for any other reason.
+    degraded: the rung of degradation that refuses it, "" for any other reason.
     reserved, cost: of the call that this has ended, in billionths of the currency; None where nothing was reserved, and
     while the cost is not known.
     """
