@@ -1,0 +1,22 @@
+/** Scrolling: the conversation stays at its end unless the reader went up. */
+
+const scroller = document.getElementById("scroller");
+const button = document.getElementById("to-end");
+
+function atEnd() {
+  return scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < 40;
+}
+
+export function toEnd() {
+  scroller.scrollTop = scroller.scrollHeight;
+}
+
+/** Let `change` alter the conversation for a reader who stays where they are: at its end, or above. */
+export function keepPlace(change) {
+  const following = atEnd();
+  change();
+  if (following) toEnd();
+}
+
+scroller.addEventListener("scroll", () => (button.hidden = atEnd()), { passive: true });
+button.addEventListener("click", toEnd);
