@@ -1,7 +1,7 @@
 """Prometheus metrics: vLLM's names where the meaning is the same, `minserve_` for the rest.
 
-Owns its registry. Fed by `observe` (an engine's observer) and `row` (a finished row of the ledger); gauges are read
-live when scraped, through a callback, so they can't freeze when nothing happens. It must not know the engine.
+Owns its registry. Fed by `observe` (an engine's observer) and `row` (a finished row of the ledger); what is read live
+when scraped is `gauges.py`'s. It must not know the engine.
 
 Totals of tokens and the histograms of tokens per call are counted from the same ledger row when a call ends, aborted
 ones too: totals, histograms and bills agree. Latencies come from the engine's outcomes, one per choice. What flows now
@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.core import InfoMetricFamily, Metric
 
+from minserve.observe.gauges import Gauges, families
 from minserve.observe.histogram import Histogram
 from minserve.request import Pool, RequestOutcome, StepRecord
 
@@ -41,22 +41,6 @@ PHASES = ("plan", "build", "run", "commit", "deliver")
 STEP_BUCKETS = (1.0, *(float(2**e) for e in range(3, 15)))
 CHOICE_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)
 PREEMPTION_BUCKETS = (0.0, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Gauges:
-    """What is true at the moment of a scrape. Counts of requests per pool and of KV blocks.
-
-    extra: further gauges and, named *_total, counters: name -> (meaning, value).
-    """
-
-    running: Mapping[Pool, int]
-    waiting: Mapping[Pool, int]
-    blocks_total: int
-    blocks_free: int
-    blocks_cached: int = 0
-    waits: Mapping[str, int] = field(default_factory=dict)
-    extra: Mapping[str, tuple[str, float]] = field(default_factory=dict)
 
 
 class LedgerRow(Protocol):
@@ -214,39 +198,11 @@ class Metrics:
     def _collect(self) -> Iterator[Metric]:
         for histogram in self._histograms:
             yield histogram.collect(self._model)
-        now = self._status()
-        by_pool = (
-            ("vllm:num_requests_running", "Requests that hold a seat.", now.running),
-            ("vllm:num_requests_waiting", "Requests that wait for one.", now.waiting),
-        )
-        for name, text, counts in by_pool:
-            family = GaugeMetricFamily(name, text, labels=["model_name", "pool"])
-            for pool in Pool:
-                family.add_metric(self._values(pool.value), counts.get(pool, 0))
-            yield family
-        waits = GaugeMetricFamily(
-            "vllm:num_requests_waiting_by_reason", "Why requests wait.", labels=["model_name", "reason"]
-        )
-        for reason, count in now.waits.items():
-            waits.add_metric(self._values(reason), count)
-        yield waits
-        used = now.blocks_total - now.blocks_free
-        yield self._gauge(
-            "vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", used / max(1, now.blocks_total)
-        )
-        yield self._gauge("minserve_kv_blocks_cached", "Free KV blocks that hold a known prefix.", now.blocks_cached)
-        for name, (text, value) in now.extra.items():
-            yield self._gauge(name, text, value)
+        yield from families(self._status(), self._model[0][1])
         if self.info:
             info = InfoMetricFamily("vllm:cache_config", "Configuration of the KV cache.", labels=["model_name"])
             info.add_metric(self._values(), dict(self.info))
             yield info
-
-    def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily | CounterMetricFamily:
-        kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-        family = kind(name, text, labels=["model_name"])
-        family.add_metric(self._values(), value)
-        return family
 
 
 class _Collector:

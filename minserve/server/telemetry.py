@@ -15,8 +15,9 @@ from minserve.config import Config
 from minserve.economics.rows import Row
 from minserve.engine import Observer
 from minserve.observe.doctor import Surroundings, diagnose
+from minserve.observe.gauges import Gauges
 from minserve.observe.log import log_request
-from minserve.observe.metrics import Gauges, Metrics
+from minserve.observe.metrics import Metrics
 from minserve.observe.numbers import Numbers
 from minserve.observe.trace import Trace
 from minserve.request import Pool

@@ -37,7 +37,8 @@ from minserve.economics.limits import Limit, Scope
 from minserve.economics.rows import Row
 from minserve.economics.settlement import Settlement
 from minserve.economics.windows import ZERO, Amount, Period
-from minserve.observe.metrics import Gauges, Metrics
+from minserve.observe.gauges import Gauges
+from minserve.observe.metrics import Metrics
 from minserve.request import RequestError
 
 CAPS = {

@@ -8,8 +8,9 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from minserve.economics.rows import Row
+from minserve.observe.gauges import Gauges
 from minserve.observe.histogram import Histogram
-from minserve.observe.metrics import Gauges, Metrics
+from minserve.observe.metrics import Metrics
 from minserve.request import FinishReason, Pool, Usage
 from tests.observe.records import outcome, step
 
