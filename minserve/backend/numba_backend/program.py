@@ -139,6 +139,7 @@ class NumbaProgram:
         self._seats = Seats(spec.vocab_size)
         self.buffers = StepBuffers(limits)
         self.memory = KVMemory(spec.kv, limits.num_blocks)
+        self.memory.take_first()
         result = forward(Recorder(), None, self.memory.layers)
         if not isinstance(result, Value) or result.rows != S_ROWS or result.cols != spec.vocab_size:
             raise BackendError("the forward pass must end in logits [S, vocab]")

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -70,6 +75,26 @@ def test_memory_is_touched_one_page_a_step_and_only_behind_what_is_in_use() -> N
             kept[target] = step
         for known, value in kept.items():
             assert all((layer.words[known // RUN, :, :, known % RUN] == value).all() for layer in memory.layers)
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or tuple(map(int, platform.release().split(".")[:2])) < (5, 14),
+    reason="only Linux 5.14 and later gives pages that nobody writes to",
+)
+def test_the_first_pages_are_taken_at_the_start_and_keep_what_steps_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_memory, "FIRST", 12 << 20)
+    memory = KVMemory(UNIFORM, 32 * RUN)  # 29 MB
+    memory.layers[0].words[0] = 7
+    before = resident()
+    memory.take_first().join()
+    assert 8 << 20 < resident() - before < 16 << 20
+    assert (memory.layers[0].words[0] == 7).all()
+    assert not memory.layers[1].words.any()
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_places_beyond_int32_fall_back_to_long_runs(monkeypatch: pytest.MonkeyPatch) -> None:
