@@ -31,12 +31,13 @@ from minserve.economics.reconfigure import reconfigure
 from minserve.economics.reservation import Admission, Reservation
 from minserve.economics.restore import restore
 from minserve.economics.rows import REFUSED, STATIC, Row
-from minserve.economics.schema import FileLock, lock_folder, lock_ledger
+from minserve.economics.schema import lock_folder, lock_ledger
 from minserve.economics.server_budget import ServerBudget
 from minserve.economics.settlement import Settlement
 from minserve.economics.spend import PromptDrift
 from minserve.economics.tokens import PageTokens, server_secret
 from minserve.economics.windows import ZERO, Amount
+from minserve.file_lock import FileLock
 from minserve.request import RequestError, RequestOutcome, StepRecord
 
 __all__ = ["Accounting", "Admission", "Reservation"]

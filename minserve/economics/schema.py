@@ -11,6 +11,7 @@ import sqlite3
 from pathlib import Path
 
 from minserve.economics.rows import OPEN
+from minserve.file_lock import FileLock, beside
 
 APPLICATION_ID = 0x6D696E73  # "mins", in the file's header
 
@@ -99,46 +100,27 @@ def backup(database: sqlite3.Connection, target: Path) -> None:
         database.backup(copy)
 
 
-class FileLock:
-    """Held while a server runs on `of`; the operating system releases it when the process dies.
-
-    SQLite's own file lock does the work: it is the same on every platform, and needs no process ids.
-    """
-
-    def __init__(self, path: Path, *, of: Path, setting: str) -> None:
-        """LedgerError if another holds it, or it can't be made. setting: what names another folder or file."""
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._database = sqlite3.connect(path, timeout=0.0, isolation_level=None)
-        except (OSError, sqlite3.Error) as error:
-            raise _unwritable(of, setting, error) from None
-        try:
-            self._database.execute("BEGIN EXCLUSIVE")
-        except sqlite3.Error as error:
-            self._database.close()
-            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY:
-                raise _unwritable(of, setting, error) from None
-            raise LedgerError(
-                f"Another minserve is running on {of}. Stop it, or give this one its own ({setting})."
-            ) from None
-
-    def release(self) -> None:
-        """Idempotent."""
-        self._database.close()
-
-
 def lock_folder(folder: Path) -> FileLock:
-    return FileLock(folder / "server.lock", of=folder, setting="MINSERVE_DATA")
+    """LedgerError if another server holds it, or it can't be made."""
+    return _lock(folder / "server.lock", of=folder, setting="MINSERVE_DATA")
 
 
 def lock_ledger(ledger: Path) -> FileLock:
-    """Servers with data folders of their own may still name one ledger. A link to it is the same ledger."""
-    real = ledger.resolve()
-    return FileLock(real.with_name(real.name + ".lock"), of=ledger, setting="ledger.path")
+    """As `lock_folder`: servers with data folders of their own may still name one ledger."""
+    return _lock(beside(ledger), of=ledger, setting="ledger.path")
 
 
-def _unwritable(what: Path, setting: str, error: Exception) -> LedgerError:
-    return LedgerError(f"{what} can't be written: {_why(error)}. {setting} names another one")
+def _lock(path: Path, *, of: Path, setting: str) -> FileLock:
+    """setting: what names another folder or file."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return FileLock(path)
+    except BlockingIOError:
+        raise LedgerError(
+            f"Another minserve is running on {of}. Stop it, or give this one its own ({setting})."
+        ) from None
+    except OSError as error:
+        raise LedgerError(f"{of} can't be written: {error.strerror}. {setting} names another one") from None
 
 
 def _why(error: Exception) -> str:

@@ -11,12 +11,14 @@ import asyncio
 import os
 import secrets
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
 
+from minserve.file_lock import FileLock, beside
 from minserve.server.calls import ENDPOINTS
 from minserve.server.wire import to_json
 
@@ -207,18 +209,23 @@ class Results:
     """
 
     def __init__(self, path: Path) -> None:
-        """BatchError as `read_results`, and if the file can't be written."""
-        held = read_results(path)
+        """BatchError as `read_results`, if another process writes the file, and if nobody can."""
+        with ExitStack() as opened:
+            try:
+                opened.callback(FileLock(beside(path)).release)
+                self._file = opened.enter_context(path.open("ab"))
+            except BlockingIOError:
+                raise BatchError(f"{path} is being written by another run of minserve batch") from None
+            except OSError as error:
+                raise BatchError(f"{path} can't be written: {error.strerror}") from None
+            held = read_results(path)
+            self._file.truncate(held.size)
+            self._opened = opened.pop_all()
         self.done = set(held.done)
         self.failed = held.failed
         self.failure: OSError | None = None
         self._waiting: list[bytes] = []
         self._task: asyncio.Task[None] | None = None
-        try:
-            self._file = path.open("ab")
-        except OSError as error:
-            raise BatchError(f"{path} can't be written: {error.strerror}") from None
-        self._file.truncate(held.size)
 
     def add(self, line: Line, result: dict[str, Any], *, failed: bool) -> None:
         self.done.add(line.key)
@@ -231,7 +238,7 @@ class Results:
         """Write what is left."""
         if self._task is not None:
             await self._task
-        self._file.close()
+        self._opened.close()
 
     async def _write_soon(self) -> None:
         while self._waiting and self.failure is None:

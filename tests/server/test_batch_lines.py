@@ -63,3 +63,15 @@ def test_a_file_that_holds_something_else_is_refused_and_left_as_it_is(tmp_path:
     with pytest.raises(BatchError, match="line 1 is no result"):
         Results(target)
     assert target.read_text(encoding="utf-8") == content
+
+
+async def test_two_runs_never_write_one_file_at_the_same_time(tmp_path: Path) -> None:
+    target = tmp_path / "out.jsonl"
+    first = Results(target)
+    with pytest.raises(BatchError, match=r"out\.jsonl is being written by another run of minserve batch"):
+        Results(target)
+    first.add(Line(1, "a"), answered(Line(1, "a"), "cmpl-1", 200, {}), failed=False)
+    await first.close()
+    second = Results(target)
+    assert second.done == {"a"}  # read while nobody else can write
+    await second.close()

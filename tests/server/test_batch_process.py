@@ -51,6 +51,21 @@ def minserve_batch(folder: Path, *more: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE)
 
 
+async def test_a_file_that_another_process_writes_is_refused_at_once(tmp_path: Path) -> None:
+    write(tmp_path / "in.jsonl", line("a"))
+    results = Results(tmp_path / "out.jsonl")
+    with minserve_batch(tmp_path) as process:
+        _, errors = await asyncio.to_thread(process.communicate, timeout=40)
+    assert (process.returncode, errors.decode().splitlines()) == (
+        Status.UNUSABLE,
+        [
+            "1 lines, 0 of them done before",
+            "minserve: out.jsonl is being written by another run of minserve batch",
+        ],
+    )
+    await results.close()
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
 def test_a_run_that_is_terminated_goes_on_where_it_stopped(tmp_path: Path) -> None:
