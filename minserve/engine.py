@@ -134,9 +134,9 @@ class Engine:
         """Decide what this step computes and lay it out as arrays."""
         started = self.clock()
         chunk = self.pace.chunk_tokens(self.scheduler.decoding)
-        self.scheduler.limits = replace(
-            self.scheduler.limits, chunk_tokens=chunk, decode_worth=self.pace.decode_worth, paused=self.paused
-        )
+        limits, worth = self.scheduler.limits, self.pace.decode_worth
+        if (chunk, worth, self.paused) != (limits.chunk_tokens, limits.decode_worth, limits.paused):
+            self.scheduler.limits = replace(limits, chunk_tokens=chunk, decode_worth=worth, paused=self.paused)
         plan = self.scheduler.plan()
         planned = self.clock()
         for request_id in plan.admitted:

@@ -122,8 +122,10 @@ class Scheduler:
     def _ask(self, prompts: Sequence[Request]) -> StepPlan:
         """The policy's plan. Where two admissions would compute the same block, the later one waits: ask again."""
         views = Views(self._cache, self._waiting, self._step)
-        frontier = views.frontier(prompts)
         running = views.running(self._running.values())
+        if not self._waiting.anybody:
+            return self._policy(self._step, running, (), self._cache.blocks.available, self.limits)
+        frontier = views.frontier(prompts)
         waiting = views.window(frontier, max(0, self.limits.max_seqs - len(running)))
         while True:
             plan = self._policy(self._step, running, waiting, self._cache.blocks.available, self.limits)

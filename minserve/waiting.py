@@ -38,6 +38,10 @@ class Waiting:
         self.beside: Counter[Pool] = Counter()  # waiting for their leader
         self._lines: dict[Pool, list[tuple[Place, Request]]] = {pool: [] for pool in Pool}
 
+    @property
+    def anybody(self) -> bool:
+        return any(self.in_line.values()) or any(self.beside.values())
+
     def add_group(self, requests: Sequence[Request]) -> None:
         leader, *siblings = requests
         self.groups[leader.group] = Group(len(requests), leader, siblings)

@@ -97,5 +97,5 @@ class Pace:
 
     @property
     def decode_worth(self) -> float:
-        """Prompt tokens that take as long as one decode; at least 1."""
-        return max(1.0, self.decodes.slope / self.per_token) if self.per_token else 1.0
+        """Prompt tokens that take as long as one decode; at least 1, in tenths."""
+        return max(1.0, round(self.decodes.slope / self.per_token, 1)) if self.per_token else 1.0

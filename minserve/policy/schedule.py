@@ -29,6 +29,7 @@ from minserve.policy.budget import Budget
 from minserve.policy.limits import Limits
 from minserve.policy.part import Part
 from minserve.policy.room import MAX_SKIPS, POOLS, RANK, Room, order, starving
+from minserve.policy.steady import steady
 from minserve.request import Pool, StepPlan, View
 
 STUCK = ("blocks", "pool_share")  # reasons to wait that smaller requests may not share
@@ -40,6 +41,16 @@ def plan_step(
     step: int, running: Sequence[View], waiting: Sequence[View], free_blocks: int, limits: Limits
 ) -> StepPlan:
     """Decide one step. `free_blocks` counts blocks that nobody holds, cached ones included; changes nothing."""
+    chunks = None if waiting else steady(running, free_blocks, limits)
+    if chunks is not None:
+        return StepPlan(step, chunks)
+    return deliberate(step, running, waiting, free_blocks, limits)
+
+
+def deliberate(
+    step: int, running: Sequence[View], waiting: Sequence[View], free_blocks: int, limits: Limits
+) -> StepPlan:
+    """The rules, one by one."""
     plan = _Planner(step, running, waiting, free_blocks, limits)
     for pool in POOLS:
         if plan.decoding[pool] or plan.prompt[pool] or plan.waiting[pool]:

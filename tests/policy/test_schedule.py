@@ -3,9 +3,22 @@
 import pytest
 
 from minserve.policy.room import AGE_STEPS
+from minserve.policy.steady import steady
 from minserve.policy.turns import MAX_RESTS
-from minserve.request import View
+from minserve.request import Chunk, View
 from tests.policy.plans import BULK, counts, decode, make_limits, plan, pools, view
+
+# -- nothing to decide
+
+
+def test_where_everybody_decodes_everybody_gets_a_token_without_deliberation() -> None:
+    running = [decode("late", 9, arrival=1.0), decode("early", 8)]
+    chunks = steady(running, 1, make_limits())
+    assert chunks == (Chunk("early", 7, 1, 1), Chunk("late", 8, 1, 1))
+    assert plan(running, []).chunks == chunks
+    assert steady(running, 0, make_limits()) is None  # "late" begins a block
+    assert steady([*running, view("reads", 9, 4)], 9, make_limits()) is None
+
 
 # -- 1. order
 

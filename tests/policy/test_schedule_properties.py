@@ -6,12 +6,13 @@ import os
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, event, given, settings
 from hypothesis import strategies as st
 
 from minserve.policy.limits import Limits, PoolLimits
 from minserve.policy.room import MAX_PREEMPTIONS, MAX_SKIPS, RANK, order
-from minserve.policy.schedule import plan_step
+from minserve.policy.schedule import deliberate, plan_step
+from minserve.policy.steady import steady
 from minserve.request import Pool, StepPlan, View
 
 thorough = settings(
@@ -91,6 +92,27 @@ def worlds(draw: st.DrawFn) -> World:
         pools={pool: PoolLimits(draw(st.integers(1, seats)), draw(shares), draw(shares)) for pool in Pool},
     )
     return World(draw(st.integers(0, 1000)), running, waiting, free, limits)
+
+
+@thorough
+@given(worlds(), st.integers(0, 9), st.booleans())
+def test_a_steady_step_is_what_the_rules_come_to(world: World, odd: int, paused: bool) -> None:
+    """Everybody decodes but for one who may do what it likes."""
+    running = [view if i == odd else decodes(view, world) for i, view in enumerate(world.running)]
+    blocks = world.limits.num_blocks + sum(view.blocks for view in running)
+    limits = replace(world.limits, num_blocks=blocks, paused=frozenset([Pool.BULK] if paused else []))
+    chunks = steady(running, world.free, limits)
+    event(f"steady: {chunks is not None}")
+    plan = plan_step(world.step, running, [], world.free, limits)
+    assert plan == deliberate(world.step, running, [], world.free, limits)
+    assert chunks in (None, plan.chunks)
+
+
+def decodes(view: View, world: World) -> View:
+    """The same request when it has read its prompt, in the pool of the world's first one."""
+    blocks = -(-(view.known - 1) // world.limits.block_size)
+    plain = view._replace(computed=view.known - 1, blocks=blocks, own_blocks=blocks, pool=world.running[0].pool)
+    return plain._replace(forks=(), draft=(), scored=(0, 0))
 
 
 @thorough
