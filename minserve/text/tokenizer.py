@@ -64,7 +64,6 @@ class Tokenizer:
         self.vocab_size = max(vocabulary.values()) + 1
         if self.vocab_size > MAX_TOKEN_ID:
             raise CheckpointError(f"tokenizer.json: token id {self.vocab_size - 1} is too large")
-        self._ids: Mapping[str, int] = vocabulary
         added = [token for token in document.get("added_tokens") or [] if token["content"] in vocabulary]
         special = [token for token in added if token["special"]]
         self.special_texts: Mapping[str, int] = {t["content"]: vocabulary[t["content"]] for t in special}
@@ -144,7 +143,11 @@ class Tokenizer:
 
     def token_id(self, text: str) -> int | None:
         """The id of the token that is written exactly so in the vocabulary."""
-        return self._ids.get(text)
+        try:
+            found: int | None = self._library.token_to_id(text)
+        except UnicodeEncodeError:  # half of a surrogate pair
+            return None
+        return found
 
     def token_text(self, token_id: int | None) -> str:
         """How the vocabulary writes a token; "" if there is none."""
@@ -153,9 +156,12 @@ class Tokenizer:
     def _id_of(self, token: str | int | None, name: str) -> int | None:
         if isinstance(token, int):
             return token
-        if token is not None and token not in self._ids:
+        if token is None:
+            return None
+        found = self.token_id(token)
+        if found is None:
             raise CheckpointError(f"tokenizer_config.json: {name} {token[:40]!r} is not in the vocabulary")
-        return None if token is None else self._ids[token]
+        return found
 
 
 def _parsed(data: bytes) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from dataclasses import replace
 from typing import Any
@@ -248,10 +249,11 @@ def test_a_damaged_tokenizer_json_is_refused(data: bytes) -> None:
         Tokenizer.from_source(TokenizerJson(data))
 
 
-def test_a_bos_token_outside_the_vocabulary_is_refused() -> None:
+@pytest.mark.parametrize("token", ["<nope>", "", "\ud83d"])
+def test_a_bos_token_outside_the_vocabulary_is_refused(token: str) -> None:
     source = as_json(byte_vocabulary())
-    with pytest.raises(CheckpointError, match="bos_token '<nope>'"):
-        Tokenizer.from_source(replace(source, bos_token="<nope>"))
+    with pytest.raises(CheckpointError, match=re.escape(f"bos_token {token!r} is not in the vocabulary")):
+        Tokenizer.from_source(replace(source, bos_token=token))
 
 
 def test_smollm2_encodes_as_the_original(smollm2_tokenizer: Tokenizer) -> None:
