@@ -31,8 +31,8 @@ class KVMemory:
     """layers: the cache of each.
 
     Pages cost memory only once they are taken, and then time: as much as a step for one of 2 MiB, where a virtual
-    machine gets it from its host. So the first ones are taken beside the rest of the start (`take_first`), and later each
-    step touches one page of the run behind the last one in use (`touch_ahead`).
+    machine gets it from its host. So the first ones are taken beside the rest of the start (`take_first`), and later
+    each step touches one page of the run behind the last one in use (`touch_ahead`).
     """
 
     def __init__(self, kv: Sequence[KVSpec], num_blocks: int) -> None:
