@@ -224,7 +224,7 @@ def _least_cost(config: Config) -> float:
 
 def _degradation(config: Config) -> Iterator[str]:
     d = config.degradation
-    steps = [(name, getattr(d, name)) for name in ("shrink_at", "pause_bulk_at", "static_at", "refuse_at")]
-    for (first, low), (second, high) in pairwise(steps):
+    rungs = [(name, getattr(d, name)) for name in ("shrink_at", "pause_bulk_at", "static_at", "refuse_at")]
+    for (first, low), (second, high) in pairwise(rungs):
         if low > high:
             yield f"degradation.{first} ({low:g}) must not be above degradation.{second} ({high:g})"

@@ -37,6 +37,7 @@ class RequestError(Exception):
     """A refusal or failure that the client is told about, decided before any work is spent where that is possible.
 
     status: HTTP status. code: machine-readable (`context_length_exceeded`). param: the field at fault, if one is.
+    kind: OpenAI's `type`; default: invalid_request_error below 500, server_error from there.
     retry_after: seconds until a retry makes sense. should_retry: overrides what an SDK concludes from the status.
     degraded: the rung of degradation that refuses it, "" for any other reason.
     reserved, cost: of the call that this has ended, in billionths of the currency; None where nothing was reserved, and

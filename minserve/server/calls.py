@@ -82,7 +82,7 @@ class Calls:
         model = self._s.model
         body = to_struct(dict(fields), ChatBody)
         arrival = _narrow(known, body, headers)
-        self._s.model.check_name(body.model)
+        model.check_name(body.model)
         params = chat_params(body, self._s.rules)
         known.max_tokens = params.max_tokens
         talk = conversation(body.messages, body, self._s.config.limits)
@@ -100,7 +100,7 @@ class Calls:
         model = self._s.model
         body = to_struct(dict(fields), CompletionBody)
         arrival = _narrow(known, body, headers)
-        self._s.model.check_name(body.model)
+        model.check_name(body.model)
         params = completion_params(body, self._s.rules)
         known.max_tokens = params.max_tokens
         prompts = prompt_list(body.prompt, self._s.config.limits, model.vocab_size)

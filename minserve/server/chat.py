@@ -1,4 +1,4 @@
-"""/v1/chat/completions: from a body to a call, and from deltas to chat chunks and chat responses.
+"""/v1/chat/completions: from deltas to chat chunks and chat responses.
 
 Owns the shape of chat choices. A choice's stream is a role chunk, content chunks, and one chunk with an empty delta and
 the finish reason. The role chunk waits for the first token, so that whoever times the first chunk times the model.

@@ -23,7 +23,7 @@ from minserve.server.ports import ServingEngine
 
 log = logging.getLogger("minserve.server")
 
-_LOOK_EVERY_S = 0.1  # between two steps of the engine the queue is looked at no more often
+_LOOK_EVERY_S = 0.1  # at most so often, though the engine asks before every step
 _ALERT_EVERY_S = 600.0
 
 
@@ -69,7 +69,7 @@ class Degradation:
         """
         if not self.enabled:
             return call, None
-        self._looked = 0.0
+        self._looked = 0.0  # each call is judged by the queue as it stands before it
         decision = self._decide(call)
         if decision.applied is None:
             return call, None

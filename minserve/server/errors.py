@@ -24,17 +24,12 @@ log = logging.getLogger("minserve.server")
 _SHOWN_CHARACTERS = 60
 _SDK_PATIENCE_S = 60.0  # OpenAI's SDKs don't wait longer: they would ignore a longer Retry-After and come back at once
 
-_KINDS = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "invalid_request_error",
-    429: "rate_limit_error",
-}
+_KINDS = {403: "permission_error", 404: "not_found_error"}  # the others: RequestError's own
 
 _MESSAGES = {
     404: "There is no such route.",
     405: "This route does not answer that method.",
+    413: "The request body is larger than this server accepts.",
 }
 
 _CODES = {
@@ -97,8 +92,6 @@ def from_http(error: web.HTTPException) -> RequestError:
     """aiohttp's own refusals (no such route, wrong method, body too large) in our words."""
     status = error.status
     message = _MESSAGES.get(status) or f"{HTTPStatus(status).phrase}."
-    if isinstance(error, web.HTTPRequestEntityTooLarge):
-        message = "The request body is larger than this server accepts."
     return RequestError(message, status=status, code=_CODES.get(status, "http_error"), kind=_KINDS.get(status))
 
 

@@ -1,4 +1,4 @@
-"""The one way in: degrade, reserve, submit, read, settle. HTTP uses it now; whatever else brings calls uses it too.
+"""The one way in: degrade, reserve, submit, read, settle. HTTP requests and the lines of a batch take it alike.
 
 Owns the calls that run and the promise that every call ends in exactly one row: normal end, error, timeout, abort and a
 client that left all pass through the exit of `Gateway.run`; what is refused before passes through `refusals`. It must
