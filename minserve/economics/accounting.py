@@ -200,8 +200,10 @@ class Accounting:
         self._journal.record(admission, self.clock(), Settlement(finish=REFUSED, status=error.status, code=error.code))
 
     def static(self, admission: Admission) -> None:
-        """Count a call that gets a fixed text instead of the model: one request, no tokens, no cost. RequestError, for
-        `refuse` too, where even that is over a cap."""
+        """Count a call that gets a static text instead of the model: one request, no tokens, no cost.
+
+        RequestError, to be passed to `refuse`, if even that is over a cap.
+        """
         now, identity = self.clock(), _payer(admission)
         self.limiter.take(self.payers.of(identity, now), Amount(1), now)
         self._runs.began(identity.key, identity.run, now)

@@ -1,7 +1,7 @@
 """What the ledger remembers of budgets: counters are rebuilt from it at start, so a restart forgives nothing.
 
 Owns the queries that turn rows back into counters. Reads only. A call counts as one if it processed anything or got a
-fixed text; so refused calls, and admitted ones that failed before any work, do not. Rows and resets from a far future
+static text; so refused calls, and admitted ones that failed before any work, do not. Rows and resets from a far future
 were written under a wrong clock and do not count.
 """
 

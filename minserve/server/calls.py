@@ -71,7 +71,7 @@ class Calls:
         """Run the call to its end. RequestError if it is refused or fails."""
         answer = prepared.answer
         async with self._s.gateway.run(prepared.call) as generation:
-            if generation.fixed:
+            if generation.static:
                 answer.plain()
             while not generation.done:
                 answer.collect(await generation.read(math.inf))

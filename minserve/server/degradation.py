@@ -136,7 +136,7 @@ class Degradation:
             log.info(message)
 
 
-class FixedText:
+class StaticText:
     """A token stream that says one text for every choice, at once: what stands in the model's place.
 
     No tokens are counted: nothing was read or generated.
@@ -166,7 +166,7 @@ class FixedText:
             for k in range(call.choices)
         ]
 
-    def __aiter__(self) -> FixedText:
+    def __aiter__(self) -> StaticText:
         return self
 
     async def __anext__(self) -> list[TextDelta]:

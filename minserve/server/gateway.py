@@ -21,7 +21,7 @@ from minserve.economics.keys import Identity
 from minserve.economics.reservation import Admission, Reservation
 from minserve.request import Pool, RequestError, Submission
 from minserve.server.arrival import Arrival, Call, Known
-from minserve.server.degradation import Degradation, FixedText
+from minserve.server.degradation import Degradation, StaticText
 from minserve.server.ending import ClientStalled, Ending, settle, settle_later, so_far, tell
 from minserve.server.errors import faults_told
 from minserve.server.generation import CallTimeouts, Generation, aborted, timed_out
@@ -86,7 +86,7 @@ class Gateway:
         call, text = self._admissible(call)
         if text is not None:
             with faults_told(call.id):
-                yield self._fixed(call, text)
+                yield self._static(call, text)
             return
         reservation = await self._reserve(call)
         streams: list[TokenStream] = []
@@ -161,12 +161,12 @@ class Gateway:
                 raise timed_out("deadline_exceeded")
             return self._degradation.apply(call)
 
-    def _fixed(self, call: Call, text: str) -> Generation:
+    def _static(self, call: Call, text: str) -> Generation:
         """A generation without the model. It is one request of every cap, and its row is written at once: nothing of it
         can fail."""
         with self._refusing(call):
             self._accounting.static(call.admission)
-        generation = self._generation(call, [FixedText(call, text)], None)
+        generation = self._generation(call, [StaticText(call, text)], None)
         generation.tally.prompt = 0
         return generation
 

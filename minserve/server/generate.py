@@ -56,7 +56,7 @@ class GenerateRoutes:
                 events = await EventStream.open(
                     request, generation.headers, stall_s=stall_s, first_comment=_state(generation)
                 )
-                if generation.fixed:
+                if generation.static:
                     answer.plain()
                 await self._pump(generation, answer, events, early)
         except RequestError as error:

@@ -112,7 +112,7 @@ class Generation:
         return headers | self.reservation.headers()
 
     @property
-    def fixed(self) -> bool:
+    def static(self) -> bool:
         """Its text is not the model's."""
         return self.reservation is None
 

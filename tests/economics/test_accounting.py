@@ -76,7 +76,7 @@ async def test_failures_before_any_work_are_refunded_entirely(tmp_path: Path) ->
     ]
 
 
-async def test_a_fixed_text_counts_as_a_request_and_as_nothing_else(tmp_path: Path) -> None:
+async def test_a_static_text_counts_as_a_request_and_as_nothing_else(tmp_path: Path) -> None:
     config = local(limits=day(requests=2, tokens=15))
     accounting = Accounting.open(config, tmp_path)
     accounting.static(call(accounting, degraded="static"))

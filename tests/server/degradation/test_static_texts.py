@@ -1,4 +1,4 @@
-"""A feature's fixed text instead of the model: in each form of answer, counted as a request."""
+"""A feature's static text instead of the model: in each form of answer, counted as a request."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def test_then_features_with_a_text_get_it_instead_of_the_model(server: Ser
     assert (status, reply["choices"][0]["message"]["content"]) == (200, "A lo")
 
 
-async def test_a_fixed_text_counts_as_a_request() -> None:
+async def test_a_static_text_counts_as_a_request() -> None:
     local = AccountConfig(limits=(LimitConfig(period="day", requests=1, tokens=5),))
     async with serving(degradation=LADDER, pools=POOLS, local=local) as server:
         server.engine.waiting = 9
@@ -41,7 +41,7 @@ async def test_a_fixed_text_counts_as_a_request() -> None:
         assert [(row.finish, row.status) for row in server.rows] == [("static", 200), ("refused", 429)]
 
 
-async def test_a_fixed_text_is_streamed_as_any_answer(server: Server) -> None:
+async def test_a_static_text_is_streamed_as_any_answer(server: Server) -> None:
     server.engine.waiting = 9
     body = {**CHAT, "stream": True, "stream_options": {"include_usage": True}}
     async with server.session.post(server.url + "/v1/chat/completions", json=body, headers=FAQ) as response:
@@ -56,7 +56,7 @@ async def test_a_fixed_text_is_streamed_as_any_answer(server: Server) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_fixed_text_echoes_no_prompt(server: Server, stream: bool) -> None:
+async def test_a_static_text_echoes_no_prompt(server: Server, stream: bool) -> None:
     server.engine.waiting = 9
     body = {**COMPLETION, "prompt": ["a", "b"], "echo": True, "logprobs": 2, "max_tokens": 0, "stream": stream}
     async with server.session.post(server.url + "/v1/completions", json=body, headers=FAQ) as response:
@@ -65,7 +65,7 @@ async def test_a_fixed_text_echoes_no_prompt(server: Server, stream: bool) -> No
     assert '"text":"a' not in text
 
 
-async def test_a_fixed_text_is_no_thinking() -> None:
+async def test_a_static_text_is_no_thinking() -> None:
     model = tiny_model(template=ChatTemplate(THINKS, tiny_model().tokenizer))
     async with serving(model=model, degradation=LADDER, pools=POOLS) as server:
         server.engine.waiting = 9
