@@ -36,7 +36,7 @@ class Surroundings:
     ttft_target: float
     seats: int
     blocks_total: int
-    blocks_free: int
+    blocks_available: int
     waiting: Mapping[Pool, int]
     waits: Mapping[str, int]
     connections: int = 0
@@ -131,7 +131,7 @@ def _device(numbers: Snapshot, around: Surroundings) -> Iterator[Finding]:
 
 
 def _cache(numbers: Snapshot, around: Surroundings) -> Iterator[Finding]:
-    used = 1 - around.blocks_free / max(1, around.blocks_total)
+    used = 1 - around.blocks_available / max(1, around.blocks_total)
     if numbers.preempted_per_s > 0.01:
         yield Finding(
             "problem" if numbers.preempted_per_s > 1 else "note",

@@ -14,20 +14,21 @@ from minserve.request import Pool
 class Gauges:
     """Counts of requests per pool and of KV blocks, now.
 
+    blocks_available: those that nobody holds, cached ones included.
     extra: further gauges and, named *_total, counters: name -> (meaning, value).
     """
 
     running: Mapping[Pool, int]
     waiting: Mapping[Pool, int]
     blocks_total: int
-    blocks_free: int
+    blocks_available: int
     blocks_cached: int = 0
     waits: Mapping[str, int] = field(default_factory=dict)
     extra: Mapping[str, tuple[str, float]] = field(default_factory=dict)
 
 
 def families(now: Gauges, model: str) -> Iterator[Metric]:
-    """model: the label `model_name`."""
+    """In prometheus_client's form. model: the label `model_name`."""
     by_pool = (
         ("vllm:num_requests_running", "Requests that hold a seat.", now.running),
         ("vllm:num_requests_waiting", "Requests that wait for one.", now.waiting),
@@ -43,10 +44,10 @@ def families(now: Gauges, model: str) -> Iterator[Metric]:
     for reason, count in now.waits.items():
         waits.add_metric((model, reason), count)
     yield waits
-    used = (now.blocks_total - now.blocks_free) / max(1, now.blocks_total)
+    used = (now.blocks_total - now.blocks_available) / max(1, now.blocks_total)
     single = {
         "vllm:kv_cache_usage_perc": ("Share of KV blocks in use, 0 to 1.", used),
-        "minserve_kv_blocks_cached": ("Free KV blocks that hold a known prefix.", now.blocks_cached),
+        "minserve_kv_blocks_cached": ("Available KV blocks that hold a known prefix.", now.blocks_cached),
         **now.extra,
     }
     for name, (text, value) in single.items():

@@ -59,11 +59,11 @@ class LedgerRow(Protocol):
 
 
 class Metrics:
-    def __init__(self, model: str, status: Callable[[], Gauges]) -> None:
-        """model: the label `model_name`."""
+    def __init__(self, model: str, gauges: Callable[[], Gauges]) -> None:
+        """model: the label `model_name`. gauges: asked when scraped."""
         self.registry = CollectorRegistry()
         self._model = (("model_name", model),)
-        self._status = status
+        self._gauges = gauges
         self.info: Mapping[str, str] = {}  # the cache's configuration, for `vllm:cache_config_info`
         self._histograms: list[Histogram] = []
         self._define_steps()
@@ -198,7 +198,7 @@ class Metrics:
     def _collect(self) -> Iterator[Metric]:
         for histogram in self._histograms:
             yield histogram.collect(self._model)
-        yield from families(self._status(), self._model[0][1])
+        yield from families(self._gauges(), self._model[0][1])
         if self.info:
             info = InfoMetricFamily("vllm:cache_config", "Configuration of the KV cache.", labels=["model_name"])
             info.add_metric(self._values(), dict(self.info))

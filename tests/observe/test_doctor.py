@@ -26,7 +26,9 @@ CALM = Snapshot(
     prefix_hit_share=0.5,
     phases={"plan": 0.01, "build": 0.01, "run": 0.8, "commit": 0.01, "deliver": 0.01},
 )
-AROUND = Surroundings(itl_target=0.04, ttft_target=1.0, seats=8, blocks_total=100, blocks_free=50, waiting={}, waits={})
+AROUND = Surroundings(
+    itl_target=0.04, ttft_target=1.0, seats=8, blocks_total=100, blocks_available=50, waiting={}, waits={}
+)
 
 
 def slow(**fields: Any) -> dict[Pool, PoolNumbers]:
@@ -54,7 +56,7 @@ def slow(**fields: Any) -> dict[Pool, PoolNumbers]:
         ({"running": 1.0}, {"connections": 12}, "note", "one by one"),
         ({"busy": 0.99, "utilization": 0.1}, {}, "note", "It can serve more at once"),
         ({"preempted_per_s": 2.0}, {}, "problem", "lose their blocks"),
-        ({}, {"blocks_free": 3}, "note", "97% of the KV cache"),
+        ({}, {"blocks_available": 3}, "note", "97% of the KV cache"),
     ],
 )
 def test_each_pattern_is_named(numbers: dict[str, Any], around: dict[str, Any], weight: str, words: str) -> None:
