@@ -37,6 +37,12 @@ def validate(config: Config, cores: int = _CORES) -> list[str]:
     ]
 
 
+def require_valid(config: Config) -> None:
+    """ValueError with every broken rule."""
+    if broken := validate(config):
+        raise ValueError("The settings contradict each other:\n  " + "\n  ".join(broken))
+
+
 def doubtful(config: Config) -> list[str]:
     """What works but can hardly be meant, empty if there is nothing."""
     return [*_open_to_all(config), *_idle_shrinking(config)]

@@ -21,7 +21,7 @@ from rich.console import Console
 from minserve.assemble import Assembly, assemble
 from minserve.backend.base import BackendError, CheckpointError
 from minserve.config import Config
-from minserve.config_rules import validate
+from minserve.config_rules import require_valid
 from minserve.request import FinishReason, RequestError, RequestOutcome, SamplingParams, Submission, TextDelta
 from minserve.weights.hub import DownloadError, resolve
 
@@ -69,8 +69,7 @@ def stream(assembly: Assembly, prompt: list[int], style: Style) -> Iterator[tupl
 def load(config: Config, console: Console) -> Assembly | None:
     """An engine, with a spinner; None (and a readable reason) if that fails."""
     try:
-        if broken := validate(config):
-            raise ValueError("The settings contradict each other:\n  " + "\n  ".join(broken))
+        require_valid(config)
         fetch(config)
         with console.status("starting") as status:
             assembly = assemble(config, progress=status.update)

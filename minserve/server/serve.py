@@ -17,7 +17,7 @@ from minserve.assemble import Assembly, Fetch, assemble, default_name, files_of,
 from minserve.async_engine import AsyncEngine
 from minserve.backend.base import BackendError, CheckpointError
 from minserve.config import Config
-from minserve.config_rules import doubtful, validate
+from minserve.config_rules import doubtful, require_valid
 from minserve.economics.accounting import Accounting
 from minserve.economics.schema import LedgerError
 from minserve.engine import Observer
@@ -99,8 +99,7 @@ async def opened(
 
     meanwhile: entered when rows can be written, before the model is loaded, and left before they no longer can.
     """
-    if broken := validate(config):
-        raise ValueError("The settings contradict each other:\n  " + "\n  ".join(broken))
+    require_valid(config)
     async with contextlib.AsyncExitStack() as cleanup:
         telemetry = Telemetry(config.model.served_name or default_name(config.model.name), config)
         webhook = Webhook(config.alerts.webhook) if config.alerts.webhook else None
