@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from minserve.commands.remote import ask, server_options
+from minserve.observe.doctor import time_text
 
 
 @click.command()
@@ -28,7 +29,8 @@ def _lines(status: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield f"{'':22}" + "".join(f"{pool:>14}" for pool in pools)
     for name, field in (("first token, p99", "ttft_p99"), ("between tokens, p99", "itl_p99")):
-        yield f"{name:22}" + "".join(f"{_time(pool[field]):>14}" for pool in pools.values())
+        times = ("-" if pool[field] is None else time_text(pool[field]) for pool in pools.values())
+        yield f"{name:22}" + "".join(f"{time:>14}" for time in times)
     yield f"{'running, waiting':22}" + "".join(
         f"{status['running'].get(pool, 0):>8}, {status['waiting'].get(pool, 0):>4}" for pool in pools
     )
@@ -39,12 +41,6 @@ def _lines(status: dict[str, Any]) -> Iterator[str]:
     yield ""
     for finding in status["findings"]:
         yield f"{finding['weight']:8}{finding['text']}"
-
-
-def _time(seconds: float | None) -> str:
-    if seconds is None:
-        return "-"
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
 
 
 COMMANDS = (doctor,)

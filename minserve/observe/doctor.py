@@ -68,7 +68,7 @@ def _ttft(numbers: Snapshot, around: Surroundings) -> Iterator[Finding]:
     pool = numbers.pools[Pool.INTERACTIVE]
     if pool.ttft_p99 is None or pool.ttft_p99 <= around.ttft_target or pool.requests < _ENOUGH:
         return
-    head = f"Interactive TTFT p99 is {_time(pool.ttft_p99)} (target {_time(around.ttft_target)})"
+    head = f"Interactive TTFT p99 is {time_text(pool.ttft_p99)} (target {time_text(around.ttft_target)})"
     waited = (pool.queue_p50 or 0.0) > _QUEUE_PART * (pool.ttft_p50 or 0.0)
     if waited or around.waiting.get(Pool.INTERACTIVE, 0):
         yield Finding("problem", f"{head}, and requests queue: {_why(around)}")
@@ -95,14 +95,16 @@ def _itl(numbers: Snapshot, around: Surroundings) -> Iterator[Finding]:
     pool: PoolNumbers = numbers.pools[Pool.INTERACTIVE]
     if pool.itl_p99 is None or pool.itl_p99 <= around.itl_target * _ITL_SLACK or pool.requests < _ENOUGH:
         return
-    head = f"Interactive inter-token p99 is {_time(pool.itl_p99)} (target {_time(around.itl_target)})"
+    head = f"Interactive inter-token p99 is {time_text(pool.itl_p99)} (target {time_text(around.itl_target)})"
     host = sum(share for name, share in numbers.phases.items() if name != "run")
     if host > _HOST_SHARE:
         yield Finding("problem", f"{head}; {host:.0%} of the time goes to planning and delivery, not to the device.")
     elif numbers.preempted_per_s > 0.1:
         yield Finding("problem", f"{head}; requests lose their blocks and are read again. Give the cache more memory.")
     elif pool.itl_p50 is not None and pool.itl_p50 < around.itl_target:
-        yield Finding("problem", f"{head}, its median only {_time(pool.itl_p50)}: chunks of prompts delay some steps.")
+        yield Finding(
+            "problem", f"{head}, its median only {time_text(pool.itl_p50)}: chunks of prompts delay some steps."
+        )
     elif numbers.running < 1.5:
         yield Finding("problem", f"{head} with one request at a time: this device needs that long for one token.")
     else:
@@ -141,5 +143,6 @@ def _cache(numbers: Snapshot, around: Surroundings) -> Iterator[Finding]:
         yield Finding("note", f"{used:.0%} of the KV cache is in use: the next long request will have to wait.")
 
 
-def _time(seconds: float) -> str:
+def time_text(seconds: float) -> str:
+    """For people: 1.23 s, or 4.5 ms."""
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
