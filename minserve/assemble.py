@@ -79,7 +79,7 @@ def assemble(
     fetch: `files_of`, or what also shows how a download goes.
     """
     assembly = _assemble(config, observers, progress, fetch(config))
-    give_back()
+    give_back()  # here, not inside: what loading needed is free only once that has returned
     return assembly
 
 

@@ -63,13 +63,9 @@ class CompletionEntries:
         out = CompletionLogprobs()
         for token_id, lp in zip(prompt, (None, *logprobs), strict=True):
             self._add(out, token_id, lp, text)
-        self.skip(text)
-        return out
-
-    def skip(self, text: str) -> None:
-        """Text that stands before the next token without entries of its own."""
         self._decoder.reset()
-        self._offset = len(text)
+        self._offset = len(text)  # whatever the widths of its tokens came to
+        return out
 
     def add(self, logprobs: Iterable[TokenLogprob]) -> CompletionLogprobs:
         out = CompletionLogprobs()

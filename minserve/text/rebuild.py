@@ -8,7 +8,7 @@ The patterns are those of the models' own tokenizer.json files. Facts checked ag
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -134,7 +134,7 @@ def _sentencepiece(vocabulary: GgufVocabulary, ids: Mapping[str, int]) -> Docume
     """SentencePiece's BPE (Kudo, Richardson 2018) with byte fallback: no pre-tokenizer, spaces are part of tokens."""
     if not vocabulary.merges and not vocabulary.scores:
         raise CheckpointError("tokenizer.ggml.scores and merges are missing")
-    merges = [_pair(m) for m in vocabulary.merges] or _merges(vocabulary.tokens, vocabulary, ids)
+    merges = [_pair(m) for m in vocabulary.merges] or _merges(vocabulary, ids)
     to_space = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     prepend = [{"type": "Prepend", "prepend": _SPACE}] if vocabulary.add_space_prefix else []
@@ -157,11 +157,12 @@ def _sentencepiece(vocabulary: GgufVocabulary, ids: Mapping[str, int]) -> Docume
 _MAX_PIECE = 256  # characters: a longer token is not split into merges, so that building stays linear
 
 
-def _merges(tokens: Sequence[str], vocabulary: GgufVocabulary, ids: Mapping[str, int]) -> list[list[str]]:
+def _merges(vocabulary: GgufVocabulary, ids: Mapping[str, int]) -> list[list[str]]:
     """Every way to make a token from two others, ordered by the token's score, best first.
 
     SentencePiece merges the adjacent pair whose joint token has the best score, which is what ranks in that order do.
     """
+    tokens = vocabulary.tokens
     types = vocabulary.types or [TokenType.NORMAL] * len(tokens)
     textual = (TokenType.NORMAL, TokenType.USER_DEFINED)
     order = sorted(range(len(tokens)), key=lambda i: -vocabulary.scores[i])

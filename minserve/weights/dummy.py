@@ -20,13 +20,8 @@ from minserve.backend.tensor import BLOCKS, Bytes, Encoding, Float32, HostTensor
 from minserve.weights.loaded import GenerationDefaults, LoadedModel
 from minserve.weights.vocabulary import TokenizerJson, byte_alphabet
 
-SPECIALS = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<think>",
-    "</think>",
-)  # ids 256, 257, ...; a byte is its own id
+# Ids 256, 257, ...; a byte is its own id.
+SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
 _END, _TURN_END = 256, 258
 _BYTE_VOCABULARY = 256 + len(SPECIALS)
 _TEMPLATE = (
