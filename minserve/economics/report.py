@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sqlite3
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from minserve.config import AccountConfig, Config, LimitConfig, UserConfig
 from minserve.economics.costs import DAYS, Ceiling, Device, Margin, Spread, ceilings
@@ -29,24 +29,27 @@ class Lengths:
     cut: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """costs: per user and month. ceilings: tightest first. Optional parts are None where nothing is known of them.
+    """costs: per user and month. priced: something costs something. None where nothing is known of a part.
 
-    unbounded: the account that has no cap, as the configuration calls it. priced: something costs something.
+    ceilings: what bounds the cost of one user of `account` (as the configuration calls it), tightest first.
     """
 
     source: str
     currency: str
     costs: list[float]
-    spread: Spread
-    ceilings: list[Ceiling] = field(default_factory=list)
+    ceilings: list[Ceiling]
+    account: str = ""
     margin: Margin | None = None
     lengths: Lengths | None = None
     device: Device | None = None
     device_hour: float | None = None
-    unbounded: str = ""
     priced: bool = True
+
+    @property
+    def spread(self) -> Spread:
+        return Spread.of(self.costs)
 
     def lines(self) -> list[str]:
         s, unit = self.spread, self.currency
@@ -74,7 +77,7 @@ class Report:
 
     def _worst(self) -> str:
         if not self.ceilings:
-            whose = f" of {self.unbounded}" if self.unbounded else ""
+            whose = f" of {self.account}" if self.account else ""
             return f"  no cap bounds what one user{whose} can cost: set limits (requests, tokens or money)"
         first = self.ceilings[0]
         reached = sum(cost >= first.cost for cost in self.costs) / len(self.costs)
@@ -112,17 +115,13 @@ def of_scenario(scenario: Scenario, name: str = "scenario") -> Report:
     prices = Prices.of(scenario.prices)
     costs = scenario.costs()
     price = scenario.price_per_user
+    dearest_call = prices.cost(scenario.max_prompt, 0, scenario.max_output) / NANO
     return Report(
-        name,
-        prices.currency,
-        costs,
-        Spread.of(costs),
-        ceilings(
-            scenario.limits,
-            prices,
-            dearest_call=prices.cost(scenario.max_prompt, 0, scenario.max_output) / NANO,
-        ),
-        None if price is None else Margin.of(costs, price),
+        source=name,
+        currency=prices.currency,
+        costs=costs,
+        ceilings=ceilings(scenario.limits, prices, dearest_call=dearest_call),
+        margin=None if price is None else Margin.of(costs, price),
     )
 
 
@@ -150,17 +149,16 @@ def of_ledger(
     found = database.execute(f"SELECT SUM(cost) FROM calls WHERE {where} GROUP BY key, user, end_user", values)
     costs = [cost / NANO * scale for (cost,) in found]
     return Report(
-        "ledger",
-        prices.currency,
-        costs,
-        Spread.of(costs),
-        list(bounds),
-        None if price_per_user is None else Margin.of(costs, price_per_user),
-        _lengths(database, where, values),
-        _device(database, chosen),
-        device_hour,
-        account,
-        not prices.free,
+        source="ledger",
+        currency=prices.currency,
+        costs=costs,
+        ceilings=list(bounds),
+        account=account,
+        margin=None if price_per_user is None else Margin.of(costs, price_per_user),
+        lengths=_lengths(database, where, values),
+        device=_device(database, chosen),
+        device_hour=device_hour,
+        priced=not prices.free,
     )
 
 
