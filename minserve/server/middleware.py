@@ -19,6 +19,7 @@ from aiohttp import web
 from minserve.economics.keys import Identity
 from minserve.economics.reservation import Admission
 from minserve.request import Pool, RequestError
+from minserve.server.calls import ENDPOINTS
 from minserve.server.errors import error_response, forbidden, from_http, unexpected
 from minserve.server.gateway import CLIENT_CLOSED
 from minserve.server.origins import Origins
@@ -31,7 +32,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 OPEN_ROUTES = frozenset({"/", "/static/{name}", "/health", "/ready"})
 ADMIN_ROUTES = frozenset({"/metrics", "/status", "/limits/reset"})
-GENERATING_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions"})
+GENERATING_ROUTES = frozenset(ENDPOINTS)
 _QUIET = frozenset({"/health", "/ready", "/metrics", "/status", "/static/{name}"})  # asked again and again
 
 FIXED_HEADERS = {"X-Content-Type-Options": "nosniff", "Server": "minserve"}  # not aiohttp's version
