@@ -150,8 +150,17 @@ async def authenticated(request: web.Request, handler: Handler) -> web.StreamRes
     return await handler(request)
 
 
+def _in_our_words(request: web.Request, refusal: web.HTTPException) -> None:
+    """What aiohttp refuses before any middleware, an Expect that it doesn't know. Its own words repeat the header."""
+    request[VISIT] = Visit("req-" + secrets.token_hex(12))
+    refusal.body = error_response(from_http(refusal)).body
+    refusal.headers["Content-Type"] = "application/json"
+
+
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
     """On every response, streams and errors included, before its headers leave."""
+    if isinstance(response, web.HTTPException):
+        _in_our_words(request, response)
     response.headers["X-Request-ID"] = request[VISIT].request_id
     response.headers.update(FIXED_HEADERS)
     for name, value in request.app[ORIGINS].headers(request.headers.get("Origin")).items():

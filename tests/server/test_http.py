@@ -69,6 +69,17 @@ async def test_every_refusal_is_json(server: Server, method: str, path: str, sta
         assert status != 405 or "POST" in response.headers["Allow"] or "GET" in response.headers["Allow"]
 
 
+@pytest.mark.parametrize("path", ["/health", "/v1/completions", "/nothing"])
+async def test_an_unknown_expectation_is_refused_in_json(server: Server, path: str) -> None:
+    request = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nExpect: secret\r\nConnection: close\r\n\r\n"
+    head, _, body = (await raw_answer(server, request.encode())).partition(b"\r\n\r\n")
+    assert head.split()[1] == b"417"
+    assert b"\r\nContent-Type: application/json\r\n" in head
+    assert b"\r\nX-Request-ID: req-" in head
+    assert error(417, json.loads(body))["code"] == "http_error"
+    assert b"secret" not in body
+
+
 async def test_only_json_bodies_are_read(server: Server) -> None:
     body = json.dumps(COMPLETION).encode()
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""):
