@@ -22,7 +22,8 @@ from minserve.config import Config
 from minserve.observe.log import setup
 from minserve.request import RequestError
 from minserve.server.batch_answers import Answers, engine_answers
-from minserve.server.batch_lines import BatchError, Key, Line, Results, answered, faulty, read_lines, read_results, scan
+from minserve.server.batch_lines import BatchError, Key, Line, read_lines, scan
+from minserve.server.batch_results import Results, answered, faulty, read_results
 from minserve.server.batch_server import server_answers
 from minserve.server.serve import FAULTS, Say
 from minserve.server.signals import install_signals

@@ -12,7 +12,8 @@ from typing import Any
 from minserve.config import AccountConfig
 from minserve.server.batch_answers import Answers, EngineAnswers
 from minserve.server.batch_file import Batch, Runner
-from minserve.server.batch_lines import Results, scan
+from minserve.server.batch_lines import scan
+from minserve.server.batch_results import Results
 from minserve.server.batch_server import server_answers
 from tests.server.fakes import COMPLETION, FakeEngine, Server
 

@@ -14,7 +14,8 @@ import pytest
 
 from minserve.config import Config
 from minserve.server.batch_file import Batch, Status, run
-from minserve.server.batch_lines import Line, Results, answered, faulty
+from minserve.server.batch_lines import Line
+from minserve.server.batch_results import Results, answered, faulty
 from tests.server.batches import line, results_of, write
 from tests.server.fakes import COMPLETION
 
