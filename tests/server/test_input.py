@@ -1,10 +1,13 @@
-"""The forms that prompts and messages may have, and which are refused."""
+"""The forms that prompts and messages may have, how long they may be, and which are refused."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from tests.server.fakes import CHAT, COMPLETION, Server
+from minserve.config import LimitsConfig
+from tests.server.fakes import CHAT, COMPLETION, CONTEXT, Server, serving
 from tests.server.http import error
 
 
@@ -120,3 +123,40 @@ async def test_template_variables_pass_and_ours_cannot_be_replaced(server: Serve
     for name in ("messages", "add_generation_prompt", "bos_token"):
         status, _ = await server.post("/v1/chat/completions", {**CHAT, "chat_template_kwargs": {name: "x"}})
         assert status == 400
+
+
+async def test_the_stages_of_input_have_their_own_codes() -> None:
+    async with serving(limits=LimitsConfig(max_input_chars=50, max_input_tokens=20)) as server:
+        status, reply = await server.post("/v1/completions", {**COMPLETION, "prompt": "x" * 51})
+        assert (status, error(400, reply)["code"]) == (400, "input_too_long")
+        status, reply = await server.post("/v1/completions", {**COMPLETION, "prompt": "x" * 21})
+        assert (status, error(400, reply)["code"]) == (400, "too_many_input_tokens")
+        assert not server.engine.submissions
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"messages": [{"role": "user", "content": "Hi", "name": "x" * 60}]}, "messages"),
+        ({"messages": [{"role": "assistant", "content": "Hi", "reasoning_content": "x" * 60}]}, "messages"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "x" * 60}}]}]}, "messages"),
+        ({"chat_template_kwargs": {"documents": ["x" * 60]}}, "chat_template_kwargs"),
+        ({"reasoning_effort": "x" * 60}, "chat_template_kwargs"),
+    ],
+)
+async def test_all_that_a_template_may_print_is_counted(more: dict[str, Any], param: str) -> None:
+    async with serving(limits=LimitsConfig(max_input_chars=50)) as server:
+        status, reply = await server.post("/v1/chat/completions", {**CHAT, **more})
+        assert (status, error(400, reply)["code"], reply["error"]["param"]) == (400, "input_too_long", param)
+        assert (await server.post("/v1/chat/completions", CHAT))[0] == 200
+
+
+# bug: 41
+async def test_a_prompt_that_fills_the_context_is_refused_with_the_true_limit(server: Server) -> None:
+    status, reply = await server.post("/v1/completions", {**COMPLETION, "prompt": "x" * CONTEXT})
+    assert status == 400
+    assert error(400, reply)["code"] == "context_length_exceeded"
+    assert f"This model's maximum context length is {CONTEXT} tokens. However, " in reply["error"]["message"]
+    body = {**COMPLETION, "prompt": "x" * 8, "max_tokens": CONTEXT - 3}
+    assert (await server.post("/v1/completions", body))[0] == 200
+    assert server.engine.submissions[-1].params.max_tokens == CONTEXT - 8

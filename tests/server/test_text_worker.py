@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 
@@ -11,6 +12,7 @@ import pytest
 
 from minserve.request import RequestError
 from minserve.server.text_worker import TextWorker
+from tests.server.fakes import COMPLETION, Server
 
 
 @pytest.fixture
@@ -91,3 +93,17 @@ async def test_closing_ends_those_who_wait(worker: TextWorker, gate: threading.E
         await waiting
     gate.set()
     await running
+
+
+async def test_a_slow_tokenizer_does_not_hold_up_health(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
+    tokenizer = server.services.model.tokenizer
+    monkeypatch.setattr(type(tokenizer), "encode", lambda *_, **__: release.wait(10) and [72])
+    slow = asyncio.create_task(server.post("/v1/completions", COMPLETION))
+    await asyncio.sleep(0.05)
+    started = time.monotonic()
+    assert (await server.get("/health"))[0] == 200
+    assert time.monotonic() - started < 1
+    assert not slow.done()
+    release.set()
+    assert (await slow)[0] == 200
