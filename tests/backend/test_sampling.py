@@ -1,8 +1,7 @@
-"""The sampling specification: every step against a plain implementation that sorts everything, and its edges."""
+"""Which token is drawn: every step against a plain implementation that sorts everything, and its edges."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy as np
@@ -11,19 +10,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from minserve.backend.sampling import Seats, sample
-from minserve.batch import Sampled, SeatReset
+from tests.backend.rows import NO_SEATS, reset, sample_rows, tokens
 from tests.helpers import allow, make_sampling
-
-NO_SEATS = Seats(1)
-
-
-def sample_rows(logits: Any, counts: Seats = NO_SEATS, **fields: Any) -> Sampled:
-    array = np.atleast_2d(np.asarray(logits, np.float32))
-    return sample(array, make_sampling(len(array), **fields), counts)
-
-
-def tokens(logits: Any, counts: Seats = NO_SEATS, **fields: Any) -> list[int]:
-    return [int(token) for token in sample_rows(logits, counts, **fields).tokens]
 
 
 def reachable(logits: list[float], **fields: Any) -> set[int]:
@@ -168,7 +156,7 @@ def test_bias_is_added_after_penalties_and_cannot_unmask() -> None:
 @pytest.mark.parametrize("token", [-1, 8, 99999999])
 def test_ids_outside_the_vocabulary_are_an_error_and_touch_nothing(token: int) -> None:
     seats = Seats(8)
-    seats.reset(SeatReset(0, np.array([1], np.int32), np.array([], np.int32)))
+    seats.reset(reset(0, [1], []))
     logits = np.zeros((2, 8), np.float32)
     with pytest.raises(ValueError, match=r"bias_ids must lie in 0\.\.7"):
         sample(logits, make_sampling(2, bias=[{}, {token: 1.0}], seats=[0, -1]), seats)
@@ -182,125 +170,6 @@ def test_ids_outside_the_vocabulary_are_an_error_and_touch_nothing(token: int) -
 def test_mask_of_another_vocabulary_is_an_error() -> None:
     with pytest.raises(ValueError, match="mask has 3 words a row, 64 tokens need 2"):
         tokens(np.zeros((1, 64)), mask=allow(65, None))
-
-
-def reset(seat: int, prompt: list[int], output: list[int]) -> SeatReset:
-    return SeatReset(seat, np.array(prompt, np.int32), np.array(output, np.int32))
-
-
-def test_repetition_counts_prompt_and_output_and_pushes_either_sign_down() -> None:
-    seats = Seats(4)
-    seats.reset(reset(0, [0], [1]))
-    logits = [[4.0, -1.0, 1.9, -1.5]]
-    assert tokens(logits, seats, seats=0, penalties=(0, 0, 2)) == [0]  # 4 / 2 still beats 1.9
-    assert tokens(logits, seats, seats=0, penalties=(0, 0, 2.2)) == [2]  # 1.82 does not
-    only_seen = allow(4, [1, 3])
-    assert tokens(logits, seats, seats=0, penalties=(0, 0, 1.4), mask=only_seen) == [1]  # -1.4
-    assert tokens(logits, seats, seats=0, penalties=(0, 0, 1.6), mask=only_seen) == [3]  # -1.6
-
-
-# bug: 39
-def test_presence_and_frequency_count_the_output_only() -> None:
-    seats = Seats(4)
-    seats.reset(reset(0, [0, 0, 0], [1, 1, 2]))
-    assert tokens([[1, 1.1, 1.2, 0]], seats, seats=0, penalties=(0.5, 0, 1)) == [0]
-    assert tokens([[0, 3.0, 2.5, 0]], seats, seats=0, penalties=(0, 0.6, 1)) == [2]  # 3 - 1.2 < 2.5 - 0.6
-    assert tokens([[0, 3.0, 2.5, 0]], seats, seats=0, penalties=(5, 0, 1)) == [3]  # 0 was drawn above
-
-
-# bug: 39
-@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 2, 0]])
-def test_penalties_leave_batch_mates_alone(order: list[int]) -> None:
-    """One penalized row among a greedy and a sampled one, long and short histories, in every order."""
-    rows = np.sin(np.arange(60)).reshape(3, 20) * 3
-    fields: dict[str, list[Any]] = {
-        "penalties": [(0, 0, 1), (1.5, 0.5, 1.8), (0, 0, 1)],
-        "temperature": [0.0, 0.8, 1.2],
-        "uniforms": [0.1, 0.6, 0.9],
-        "seats": [4, 2, -1],
-    }
-
-    def seats() -> Seats:
-        s = Seats(20)
-        s.reset(reset(2, list(range(10)) * 30, [3, 3, 5]))
-        s.reset(reset(4, [1], [2] * 50))
-        return s
-
-    alone = [tokens([rows[i]], seats(), **{k: [v[i]] for k, v in fields.items()})[0] for i in range(3)]
-    together = tokens(rows[order], seats(), **{k: [v[i] for i in order] for k, v in fields.items()})
-    assert together == [alone[i] for i in order]
-
-
-def test_counts_grow_with_drawn_tokens_and_equal_a_rebuilt_seat() -> None:
-    """Twelve steps with counts kept, against counts rebuilt before every step as after a preemption."""
-    rng = np.random.default_rng(0)
-    rows = rng.normal(size=(12, 1, 8)) + 2
-    fields: dict[str, Any] = {"seats": 3, "temperature": 0.5, "penalties": (0.4, 0.7, 1.3)}
-    kept = Seats(8)
-    output: list[int] = []
-    kept.reset(reset(3, [0, 1], []))
-    for i, row in enumerate(rows):
-        rebuilt = Seats(8)
-        rebuilt.reset(reset(3, [0, 1], output))
-        drawn = tokens(row, kept, uniforms=i / 12, **fields)
-        assert drawn == tokens(row, rebuilt, uniforms=i / 12, **fields)
-        output += drawn
-    assert len(set(output)) > 3
-
-
-def test_scored_rows_and_rows_without_a_token_are_not_counted() -> None:
-    seats = Seats(3)
-    seats.reset(reset(0, [], []))
-    tokens([[9, 0, 0], [-np.inf] * 3], seats, seats=0, targets=[0, -1])
-    assert tokens([[1, 0.5, 0]], seats, seats=0, penalties=(1, 1, 1)) == [0]
-    assert tokens([[1, 0.5, 0]], seats, seats=0, penalties=(1, 1, 1)) == [1]
-
-
-def test_logprobs_are_of_the_raw_row() -> None:
-    """Temperature, filters, bias, mask and penalties move the draw, never the reported probabilities."""
-    seats = Seats(4)
-    seats.reset(reset(0, [], [1]))
-    logits = np.log([0.1, 0.4, 0.2, 0.3])
-    fields: dict[str, Any] = {"temperature": 0.1, "top_k": 1, "min_p": 0.5, "penalties": (2, 2, 2), "seats": 0}
-    result = sample_rows(logits, seats, logprobs=3, bias=[{0: 9.0}], mask=allow(4, [0, 1]), **fields)
-    (described,) = result.logprobs
-    assert described is not None
-    assert described.token_id == result.tokens[0] == 0
-    assert described.logprob == pytest.approx(np.log(0.1), abs=1e-6)
-    assert [token for token, _ in described.top] == [1, 3, 2]
-    assert [value for _, value in described.top] == pytest.approx(np.log([0.4, 0.3, 0.2]), abs=1e-6)
-
-
-def test_best_logprobs_break_ties_by_id_and_stop_at_the_vocabulary() -> None:
-    described = sample_rows([[1, 2, 2, 2, 0]], logprobs=2).logprobs[0]
-    assert described is not None
-    assert [token for token, _ in described.top] == [1, 2]
-    described = sample_rows([[1, 2, 2, 2, 0]], logprobs=99).logprobs[0]
-    assert described is not None
-    assert [token for token, _ in described.top] == [1, 2, 3, 0, 4]
-    assert sample_rows([[1, 2]], logprobs=0).logprobs[0] is not None
-    assert sample_rows([[1, 2]], logprobs=-1).logprobs == (None,)
-
-
-def test_logprobs_fit_into_json() -> None:
-    rows = [[0, -np.inf, -20000.0], [np.nan] * 3, [np.inf, 0, 0]]
-    result = sample_rows(rows, logprobs=3, targets=1)
-    for described in result.logprobs:
-        assert described is not None
-        text = json.dumps([described.logprob, *(value for _, value in described.top)], allow_nan=False)
-        assert min(json.loads(text)) == -9999.0
-
-
-def test_scored_rows_report_their_target_and_draw_nothing() -> None:
-    result = sample_rows(np.log([[0.25, 0.75], [0.5, 0.5]]), targets=[0, 1], logprobs=[1, -1])
-    assert result.tokens.tolist() == [0, 1]
-    first, second = result.logprobs
-    assert first is not None
-    assert second is not None
-    assert (first.token_id, second.token_id) == (0, 1)
-    assert first.logprob == pytest.approx(np.log(0.25), abs=1e-6)
-    assert first.top[0][0] == 1
-    assert second.top == ()
 
 
 # bug: 81
