@@ -19,7 +19,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FunctionType
@@ -167,26 +167,27 @@ def variant(template: Callable[..., None], fields: str, name: str, **bindings: A
 
 
 class Entry:
-    """A function that Python calls: releases the GIL, takes int64 only, compiled on first use."""
+    """A function that Python calls: releases the GIL, compiled on first use."""
 
-    def __init__(self, body: Callable[..., Any], result: Any) -> None:
+    def __init__(self, body: Callable[..., Any], result: Any, arguments: Sequence[Any]) -> None:
         self.body = body
         self.name = body.__name__
         self.result = result
+        self.arguments = arguments or [types.int64] * body.__code__.co_argcount
         self._compiled: Any = None
 
     def compile(self) -> Any:
         with _lock:
             if self._compiled is None:
-                signature = self.result(*[types.int64] * self.body.__code__.co_argcount)
+                signature = self.result(*self.arguments)
                 with _numba_cache() as cached:
                     self._compiled = njit([signature], nogil=True, cache=cached, **OPTIONS)(self.body)
         return self._compiled
 
-    def __call__(self, *args: int) -> Any:
+    def __call__(self, *args: Any) -> Any:
         return (self._compiled or self.compile())(*args)
 
 
-def entry(result: Any = types.void) -> Callable[[Callable[..., Any]], Entry]:
-    """Declare a function for Python; result is its numba type."""
-    return lambda body: Entry(body, result)
+def entry(result: Any = types.void, *arguments: Any) -> Callable[[Callable[..., Any]], Entry]:
+    """Declare a function for Python, with the numba types of its result and its arguments: int64 unless given."""
+    return lambda body: Entry(body, result, arguments)

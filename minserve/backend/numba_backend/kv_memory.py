@@ -1,7 +1,7 @@
 """The KV cache's memory: where a block of each layer and head lies.
 
 Owns the one allocation. It must not know requests: block ids come from the batch. Kernels address the keys of a head's
-blocks by their distance from its first ones, and its values likewise, so ids are turned into such distances (`places`)
+blocks by their distance from its first ones, and its values likewise, so ids are turned into such distances (`place`)
 when a step's buffers are filled.
 """
 
@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from minserve.backend.base import BackendError, KVSpec
 from minserve.backend.numba_backend.arena import PAGE, aligned
+from minserve.backend.numba_backend.jit import inlined
 from minserve.backend.numba_backend.layout import BLOCK, RUN, block_words
 from minserve.backend.numba_backend.recorder import LayerCache
 from minserve.batch import Int32
@@ -27,8 +28,15 @@ POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14
 Ids = npt.NDArray[np.integer]
 
 
+@inlined
+def place(block, run, jump):  # type: ignore[no-untyped-def]
+    """How many blocks of keys (or values) would fit between a head's first ones and this one's; the same for slots,
+    with a run and a jump in slots. run, jump: KVMemory's."""
+    return block + block // run * jump
+
+
 class KVMemory:
-    """layers: the cache of each.
+    """layers: the cache of each. run: blocks of a head that are adjacent. jump: blocks between one run and the next.
 
     Pages cost memory only once they are taken, and then time: as much as a step for one of 2 MiB, where a virtual
     machine gets it from its host. So the first ones are taken beside the rest of the start (`take_first`), and later
@@ -40,10 +48,10 @@ class KVMemory:
         sizes = {block_words(layer.head_dim) for layer in kv}
         # Runs interleave heads of one size only, and places must fit int32.
         short = len(sizes) == 1 and 2 * num_blocks * heads * BLOCK < 1 << 31
-        self._run = RUN if short else max(1, num_blocks)
-        runs = -(-num_blocks // self._run)
-        self._jump = self._run * (2 * heads - 1) if short else 0
-        counts = [runs * layer.kv_heads * 2 * self._run * block_words(layer.head_dim) for layer in kv]
+        self.run = RUN if short else max(1, num_blocks)
+        runs = -(-num_blocks // self.run)
+        self.jump = self.run * (2 * heads - 1) if short else 0
+        counts = [runs * layer.kv_heads * 2 * self.run * block_words(layer.head_dim) for layer in kv]
         try:
             words: npt.NDArray[np.uint16] = aligned(2 * sum(counts), PAGE).view(np.uint16)
         except MemoryError as error:
@@ -56,19 +64,11 @@ class KVMemory:
         first, at = 0, 0
         for layer, count in zip(kv, counts, strict=True):
             if short:
-                whole = words.reshape(runs, heads, 2, self._run, -1)
+                whole = words.reshape(runs, heads, 2, self.run, -1)
                 self.layers.append(LayerCache(whole[:, first : first + layer.kv_heads]))
             else:
-                self.layers.append(LayerCache(words[at : at + count].reshape(1, layer.kv_heads, 2, self._run, -1)))
+                self.layers.append(LayerCache(words[at : at + count].reshape(1, layer.kv_heads, 2, self.run, -1)))
             first, at = first + layer.kv_heads, at + count
-
-    def places(self, blocks: Int32) -> Int32:
-        """Block ids -> how many blocks of keys (or values) would fit between a head's first ones and these."""
-        return blocks + blocks // np.int32(self._run) * np.int32(self._jump)
-
-    def slots(self, slots: Int32) -> Int32:
-        """The same for slots, BLOCK to a block."""
-        return slots + slots // np.int32(self._run * BLOCK) * np.int32(self._jump * BLOCK)
 
     def take_first(self) -> threading.Thread:
         """Have the system give what the first requests will fill, on a thread that ends by itself.
@@ -95,7 +95,7 @@ class KVMemory:
         if not slots.size:
             return
         self._last = max(self._last, int(slots.max()) // BLOCK)
-        behind = (self._last // self._run + 1) * self._run_bytes
+        behind = (self._last // self.run + 1) * self._run_bytes
         start, end = max(self._touched, behind), min(behind + self._run_bytes, self._bytes.nbytes)
         if start < end:
             self._touched = min(start + PAGE, end)
@@ -107,5 +107,5 @@ class KVMemory:
             return
         self._last = max(self._last, int(destination.max()))
         for layer in self.layers:
-            taken = layer.words[source // self._run, :, :, source % self._run]
-            layer.words[destination // self._run, :, :, destination % self._run] = taken
+            taken = layer.words[source // self.run, :, :, source % self.run]
+            layer.words[destination // self.run, :, :, destination % self.run] = taken

@@ -12,7 +12,7 @@ import pytest
 
 from minserve.backend.base import KVSpec
 from minserve.backend.numba_backend import kv_memory
-from minserve.backend.numba_backend.kv_memory import KVMemory
+from minserve.backend.numba_backend.kv_memory import KVMemory, place
 from minserve.backend.numba_backend.layout import BLOCK, RUN, block_words
 
 UNIFORM = (KVSpec(3, 64, None), KVSpec(3, 64, 128), KVSpec(1, 64, None))
@@ -24,9 +24,9 @@ COUNT = 2 * RUN + 5
 def test_a_block_of_a_head_is_its_own_and_lies_where_kernels_look(kv: tuple[KVSpec, ...]) -> None:
     memory = KVMemory(kv, COUNT)
     blocks = np.arange(COUNT, dtype=np.int32)
-    places = memory.places(blocks).astype(np.int64)
+    places = place.py_func(blocks, memory.run, memory.jump).astype(np.int64)
     assert (np.diff(places)[np.arange(1, COUNT) % RUN != 0] == 1).all()
-    assert (memory.slots(blocks * BLOCK + 3) == places * BLOCK + 3).all()
+    assert (place.py_func(blocks * BLOCK + 3, memory.run * BLOCK, memory.jump * BLOCK) == places * BLOCK + 3).all()
     seen: set[int] = set()
     for spec, layer in zip(kv, memory.layers, strict=True):
         nbytes = 2 * block_words(spec.head_dim)
@@ -100,4 +100,4 @@ def resident() -> int:
 def test_places_beyond_int32_fall_back_to_long_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_memory, "BLOCK", 1 << 24)
     memory = KVMemory(UNIFORM, COUNT)
-    assert (memory.places(np.arange(COUNT, dtype=np.int32)) == np.arange(COUNT)).all()
+    assert (memory.run, memory.jump) == (COUNT, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,9 @@ from hypothesis import strategies as st
 
 from minserve.backend.numba_backend.arena import aligned
 from minserve.backend.numba_backend.layout import width
-from minserve.backend.numba_backend.program import SamplingBuffers, plain_rows, select_rows
-from minserve.backend.numba_backend.sampling import sample_rows, scratch_bytes
+from minserve.backend.numba_backend.program import select_rows
+from minserve.backend.numba_backend.sampling import DRAW, SKIP, sample_rows, scratch_bytes
+from minserve.backend.numba_backend.staging import SamplingBuffers
 from minserve.backend.sampling import Seats, sample
 from minserve.batch import SamplingArrays
 from tests.helpers import allow, make_sampling
@@ -23,7 +25,7 @@ def draw(logits: np.ndarray, arrays: SamplingArrays, threads: int = 1) -> np.nda
     """The kernel's tokens for every row; its threads run one after the other."""
     rows, vocab = logits.shape
     buffers = SamplingBuffers(rows)
-    buffers.fill(arrays, np.ones(rows, np.bool_))
+    assert buffers.fill(arrays) == rows
     padded = aligned(rows * width(vocab) * 4).view(np.float32).reshape(rows, -1)
     padded[:, :vocab] = logits
     scratch = aligned(scratch_bytes(width(vocab)))
@@ -105,7 +107,19 @@ def test_only_plain_rows_are_drawn_by_the_kernel() -> None:
         bias=[{}, {}, {}, {}, {3: 1.0}, {}],
         mask=allow(vocab, None, None, None, None, None, [1, 2]),
     )
-    np.testing.assert_array_equal(plain_rows(arrays), [True, False, False, False, False, False])
+    buffers = SamplingBuffers(8)
+    buffers.kinds[:] = 77
+    assert buffers.fill(arrays) == 1
+    assert buffers.kinds.tolist() == [DRAW, SKIP, SKIP, SKIP, SKIP, SKIP, 77, 77]
+
+
+def test_sampling_arrays_of_different_lengths_are_refused() -> None:
+    arrays = make_sampling(3)
+    for name in ("top_p", "min_p", "uniforms", "top_k", "targets", "logprobs", "penalties", "bias_starts"):
+        with pytest.raises(ValueError, match="differ in length"):
+            SamplingBuffers(4).fill(replace(arrays, **{name: getattr(arrays, name)[:-1]}))
+    with pytest.raises(ValueError, match="differ in length"):
+        SamplingBuffers(4).fill(replace(arrays, mask=allow(9, [1], [2])))
 
 
 def test_selected_rows_keep_their_bias_and_mask() -> None:

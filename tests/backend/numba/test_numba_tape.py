@@ -44,8 +44,8 @@ def play(program: NumbaProgram, batch: Batch, order: Order) -> np.ndarray:
     tape, header = program.tape, program.buffers.header
     for piece in tape.memory:
         piece[:] = 0x55
-    program.buffers.fill(batch, program.memory)
-    program.sampling.fill(batch.sampling, np.zeros(batch.num_rows, np.bool_))
+    program.buffers.fill(batch)
+    program.sampling.fill(batch.sampling)
     kind = (header[T_ROWS] > 1) + 2 * (header[S_ROWS] > 1)
     stretches: list[list[int]] = [[]]
     for i, bits in enumerate(tape.barriers):

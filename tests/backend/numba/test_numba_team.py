@@ -95,22 +95,6 @@ def test_run_samples_in_the_program_and_leaves_the_rare_rows_to_the_specificatio
     program.close()
 
 
-@pytest.mark.parametrize(
-    ("part", "what"),
-    [
-        (Part(0, [1000], [0]), "token_ids"),
-        (Part(0, [1], [99]), "slots"),
-        (Part(250, list(range(20)), range(20)), "positions|blocks a request"),
-        (Part(0, list(range(65)), range(5)), "65 tokens"),
-    ],
-)
-def test_indices_that_lead_astray_are_refused(part: Part, what: str) -> None:
-    program = build(threads=1)
-    with pytest.raises(ValueError, match=what):
-        program.logits(make_batch([part]))
-    program.close()
-
-
 def test_peaks_are_measured_once() -> None:
     backend = NumbaBackend(threads=1)
     peaks = backend.peaks()
