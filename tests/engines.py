@@ -12,6 +12,8 @@ from minserve.config import Config, EngineConfig, ModelConfig
 from minserve.engine import Delivery, Engine
 from minserve.request import Pool, RequestOutcome, SamplingParams, StepRecord, Submission
 
+PROMPT = [*b"Hello, world"]  # a byte is its own id
+
 
 def tiny(model: str = "dummy", observers: Any = (), config: Config | None = None, **engine: Any) -> Assembly:
     """A two-layer random model. Keyword arguments are fields of EngineConfig."""

@@ -20,12 +20,11 @@ from minserve.assemble import Assembly, assemble
 from minserve.backend.base import CheckpointError
 from minserve.config import Config, EngineConfig, ModelConfig
 from minserve.request import FinishReason
-from tests.engines import Records, run, submission, tiny
+from tests.engines import PROMPT, Records, run, submission, tiny
 from tests.helpers import Part, make_batch
 from tests.server.fakes import CHAT, COMPLETION, Server
 from tests.server.real import real_server
 
-PROMPT = [72, 101, 108, 108, 111, 44, 32, 119, 111, 114, 108, 100]
 LENGTH = 24
 Next = Callable[[np.ndarray, Sequence[int]], int]  # raw logits, output so far -> the next token
 

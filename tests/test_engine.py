@@ -9,9 +9,7 @@ import pytest
 
 from minserve.engine import Engine
 from minserve.request import FinishReason, Pool, RequestError
-from tests.engines import Collected, Delayed, Records, run, submission, tiny
-
-PROMPT = [72, 101, 108, 108, 111, 44, 32, 119, 111, 114, 108, 100]
+from tests.engines import PROMPT, Collected, Delayed, Records, run, submission, tiny
 
 
 @pytest.fixture(scope="module")
