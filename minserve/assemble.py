@@ -87,12 +87,12 @@ def _assemble(config: Config, observers: Sequence[Observer], progress: Report, s
     engine_config = config.engine
     progress(f"reading {source}")
     loaded = load_checkpoint(source)
-    tokenizer = Tokenizer.from_source(loaded.tokenizer)
-    template = read_template(config, loaded, tokenizer)
     notes: list[str] = []
     backend = create_backend(
         engine_config, config.model, weights_id=loaded.weights_id, progress=progress, note=notes.append
     )
+    tokenizer = Tokenizer.from_source(loaded.tokenizer)
+    template = read_template(config, loaded, tokenizer)
     progress(f"loading weights on {backend.description}")
     model = load_model(loaded.checkpoint, backend, engine_config.max_model_len)
     num_blocks, max_model_len = size_cache(engine_config, backend, model.forward, model.spec, notes)

@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import struct
+import threading
 import uuid
 from pathlib import Path
 
@@ -28,16 +29,24 @@ FILES = 4  # kept; the least recently used go
 
 
 class PackedStore:
-    """Entries by key. name: of the file, which must differ whenever packed weights would; empty: nothing is stored."""
+    """Entries by key. name: of the file, which must differ whenever packed weights would; empty: nothing is stored.
+
+    The file is read on a thread from the start on, beside whatever the caller does before it asks for an entry.
+    """
 
     def __init__(self, name: str) -> None:
         self._path = cache_folder() / "packed" / f"{name}-{VERSION}.bin" if name else None
         self._stored: dict[str, Bytes] = {}
         self._fresh: dict[str, Bytes] = {}
+        self._reading = threading.Thread(target=self._read, name="minserve-weights", daemon=True)
+        self._reading.start()
+
+    def _read(self) -> None:
         if self._path is not None:
             self._stored = read(self._path)
 
     def get(self, key: str, nbytes: int) -> Bytes | None:
+        self._reading.join()
         data = self._stored.get(key)
         return data if data is not None and len(data) == nbytes else None
 
