@@ -47,7 +47,7 @@ ROOMS = {
     "backend.cuda_backend": room(3, "numpy cupy cupy_backends cuda", rooms="backend config request batch kernels_cuda"),
     "models": room(3, "numpy", rooms="backend.base backend.tensor"),
     "runner": room(4, "numpy"),
-    "weights": room(4, "numpy gguf safetensors huggingface_hub filelock"),
+    "weights": room(4, "numpy gguf safetensors huggingface_hub"),
     "text": room(4, "tokenizers jinja2", rooms="request backend.base weights.vocabulary"),
     "transcript": room(5),
     "step": room(5),
@@ -71,7 +71,6 @@ ONE_MODULE = {  # each third-party reader is known to one module only
     "tokenizers": "text.tokenizer",
     "jinja2": "text.sandbox",
     "huggingface_hub": "weights.repository",
-    "filelock": "weights.cache",
     "safetensors": "weights.safetensors_file",
     "gguf": "weights.gguf_file",
 }
@@ -145,7 +144,7 @@ def test_a_third_party_reader_is_known_to_one_module(package: str) -> None:
     [
         ("minserve", "numpy cupy numba aiohttp msgspec tokenizers huggingface_hub"),
         ("minserve.engine", "cupy numba aiohttp huggingface_hub click rich"),
-        ("minserve.weights.hub", "cupy numba aiohttp huggingface_hub filelock tokenizers"),
+        ("minserve.weights.hub", "cupy numba aiohttp huggingface_hub tokenizers"),
         ("tests.gpu.main", "msgspec pytest ml_dtypes numba cupy aiohttp"),  # runs on NumPy and CuPy alone
     ],
 )

