@@ -22,8 +22,8 @@ from minserve.config import Config, EngineConfig, ModelConfig
 from minserve.request import FinishReason
 from tests.engines import PROMPT, Records, run, submission, tiny
 from tests.helpers import Part, make_batch
-from tests.server.fakes import CHAT, COMPLETION, Server
 from tests.server.real import real_server
+from tests.server.serving import CHAT, COMPLETION, Server
 
 LENGTH = 24
 Next = Callable[[np.ndarray, Sequence[int]], int]  # raw logits, output so far -> the next token

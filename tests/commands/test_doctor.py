@@ -11,7 +11,7 @@ import pytest
 from minserve.request import Pool
 from tests.commands.conftest import Invoke
 from tests.observe.records import outcome, step
-from tests.server.fakes import COMPLETION, keyed, serving
+from tests.server.serving import COMPLETION, keyed, serving
 
 
 async def test_a_server_that_does_nothing_is_well(invoke: Invoke) -> None:

@@ -19,7 +19,7 @@ from minserve.economics.keys import digest
 from minserve.request import RequestError
 from minserve.settings import load
 from tests.commands.conftest import Invoke
-from tests.server.fakes import COMPLETION, keyed, serving
+from tests.server.serving import COMPLETION, keyed, serving
 
 
 def test_the_secret_is_shown_once_and_the_table_holds_only_its_hash(invoke: Invoke, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from minserve.economics.prices import Prices
 from minserve.economics.report import loosest
 from minserve.economics.rows import Row
 from tests.commands.conftest import Invoke
-from tests.server.fakes import keyed
+from tests.server.serving import keyed
 
 
 @pytest.fixture

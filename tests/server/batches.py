@@ -15,7 +15,8 @@ from minserve.server.batch_file import Batch, Runner
 from minserve.server.batch_lines import scan
 from minserve.server.batch_results import Results
 from minserve.server.batch_server import server_answers
-from tests.server.fakes import COMPLETION, FakeEngine, Server
+from tests.server.fakes import FakeEngine
+from tests.server.serving import COMPLETION, Server
 
 WIDE = 1 << 20
 BULK = AccountConfig(pools=("bulk",))

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.server.fakes import Server, serving
+from tests.server.serving import Server, serving
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from tests.server.fakes import Server, keyed
+from tests.server.serving import Server, keyed
 
 KEYS = {"ann": keyed("secret"), "root": keyed("admin-secret", admin=True)}
 ANN = {"Authorization": "Bearer secret"}

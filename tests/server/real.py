@@ -12,7 +12,7 @@ from minserve.async_engine import AsyncEngine
 from minserve.config import Config, EngineConfig, ModelConfig
 from minserve.request import Pool
 from minserve.server.serve import served_model
-from tests.server.fakes import MODEL, Server, serving
+from tests.server.serving import MODEL, Server, serving
 
 SMALL = EngineConfig(backend="numpy", num_blocks=64, block_size=8, max_num_seqs=6, max_num_batched_tokens=48)
 GREEDY = {"temperature": 0, "ignore_eos": True}

@@ -7,7 +7,7 @@ from typing import Any
 
 import aiohttp
 
-from tests.server.fakes import COMPLETION, Server
+from tests.server.serving import COMPLETION, Server
 
 STREAM = {**COMPLETION, "stream": True}
 

@@ -17,8 +17,9 @@ from minserve.config import (
     UserConfig,
 )
 from minserve.economics.ledger import Ledger
-from tests.server.fakes import COMPLETION, FakeEngine, Server, keyed, say, serving
+from tests.server.fakes import FakeEngine, say
 from tests.server.http import ANN, KEYS, ROOT, error, raw
+from tests.server.serving import COMPLETION, Server, keyed, serving
 
 PAGE = "https://page.example"
 

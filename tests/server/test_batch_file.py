@@ -13,8 +13,9 @@ from minserve.config import AccountConfig, DegradationConfig, LimitConfig, Timeo
 from minserve.request import FinishReason, RequestError, Submission
 from minserve.server.batch_lines import BatchError
 from tests.server.batches import BULK, SAID, line, results_of, run_batch, running, submitted, write
-from tests.server.fakes import CHAT, COMPLETION, FakeEngine, FakeStream, keyed, say, serving
+from tests.server.fakes import FakeEngine, FakeStream, say
 from tests.server.real import real_server
+from tests.server.serving import CHAT, COMPLETION, keyed, serving
 
 
 @pytest.fixture(params=["engine", "server"])

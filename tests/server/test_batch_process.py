@@ -17,7 +17,7 @@ from minserve.server.batch_file import Batch, Status, run
 from minserve.server.batch_lines import Line
 from minserve.server.batch_results import Results, answered, faulty
 from tests.server.batches import line, results_of, write
-from tests.server.fakes import COMPLETION
+from tests.server.serving import COMPLETION
 
 
 def test_results_that_can_not_be_written_are_said_before_the_model_is_loaded(

@@ -14,7 +14,7 @@ from minserve.server.batch_file import Batch, Status, run
 from minserve.server.batch_lines import BatchError
 from minserve.server.batch_server import server_answers
 from tests.server.batches import BULK, SAID, line, running, write
-from tests.server.fakes import COMPLETION, serving
+from tests.server.serving import COMPLETION, serving
 
 
 async def test_a_server_that_drains_leaves_the_rest_for_another_run(tmp_path: Path) -> None:

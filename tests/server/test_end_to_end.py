@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from tests.server.fakes import CHAT, COMPLETION, keyed
 from tests.server.real import GREEDY, idle_invariants, real_server
+from tests.server.serving import CHAT, COMPLETION, keyed
 
 
 async def test_streaming_and_whole_answers_agree_whatever_shares_the_batch() -> None:

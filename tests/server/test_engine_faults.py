@@ -11,8 +11,8 @@ import pytest
 
 from minserve.config import TimeoutsConfig
 from minserve.server.serve import drain
-from tests.server.fakes import COMPLETION
 from tests.server.real import GREEDY, idle_invariants, real_server, until
+from tests.server.serving import COMPLETION
 
 
 async def test_health_answers_at_once_while_a_step_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:

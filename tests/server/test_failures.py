@@ -11,7 +11,8 @@ from minserve.config import PricesConfig
 from minserve.economics.prices import NANO, money
 from minserve.request import FinishReason, RequestError, TextDelta
 from minserve.server.completions import CompletionAnswer
-from tests.server.fakes import COMPLETION, FakeEngine, say, serving
+from tests.server.fakes import FakeEngine, say
+from tests.server.serving import COMPLETION, serving
 from tests.server.streams import STREAM, error_event, open_stream
 
 

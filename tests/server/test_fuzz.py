@@ -10,7 +10,7 @@ import pytest
 
 from minserve.server.schema import ChatBody, CompletionBody
 from minserve.server.unsupported import UNSUPPORTED
-from tests.server.fakes import CHAT, COMPLETION, serving
+from tests.server.serving import CHAT, COMPLETION, serving
 
 STRINGS = ["", "Hi", "\u0000", "\ud83d\ude00", "<|im_end|>", "user", "a" * 300, "1", "null", "\u2028"]
 NUMBERS = [0, 1, -1, 2, 5, 260, 261, 2**31, 2**63, -(2**64), 10**40, 0.0, -0.0, 0.5, 1.0, 1e-9, 1e308, 3.0]

@@ -9,7 +9,8 @@ import pytest
 from minserve.config import AccountConfig, LimitConfig, ServerConfig
 from minserve.engine import Progress
 from minserve.request import FinishReason, TextDelta, Usage
-from tests.server.fakes import CHAT, COMPLETION, FakeEngine, keyed, say, serving
+from tests.server.fakes import FakeEngine, say
+from tests.server.serving import CHAT, COMPLETION, keyed, serving
 from tests.server.streams import STREAM, error_event, open_stream
 
 

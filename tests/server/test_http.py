@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from minserve.config import LimitsConfig
-from tests.server.fakes import CHAT, COMPLETION, Server, serving
 from tests.server.http import error, raw, raw_answer
+from tests.server.serving import CHAT, COMPLETION, Server, serving
 
 
 @pytest.mark.parametrize(

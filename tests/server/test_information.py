@@ -12,7 +12,8 @@ from minserve.text.template import ChatTemplate
 from minserve.text.tokenizer import Tokenizer
 from minserve.weights.dummy import load_dummy
 from minserve.weights.vocabulary import TokenizerJson
-from tests.server.fakes import CHAT, COMPLETION, CONTEXT, MODEL, FakeEngine, Server, serving, tiny_model
+from tests.server.fakes import FakeEngine
+from tests.server.serving import CHAT, COMPLETION, CONTEXT, MODEL, Server, serving, tiny_model
 
 
 async def test_the_model_list_and_one_model(server: Server) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from minserve.config import LimitsConfig
-from tests.server.fakes import CHAT, COMPLETION, CONTEXT, Server, serving
 from tests.server.http import error
+from tests.server.serving import CHAT, COMPLETION, CONTEXT, Server, serving
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ import openai
 import pytest
 
 from minserve.config import AccountConfig, LimitConfig, TimeoutsConfig
-from tests.server.fakes import MODEL, FakeEngine, keyed, serving
+from tests.server.fakes import FakeEngine
 from tests.server.real import real_server
+from tests.server.serving import MODEL, keyed, serving
 
 MESSAGES: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
 

@@ -10,8 +10,8 @@ import aiohttp
 import msgspec
 
 from minserve.config import AccountConfig, PoolConfig, PoolsConfig
-from tests.server.fakes import COMPLETION
 from tests.server.real import GREEDY, SMALL, idle_invariants, real_server, until
+from tests.server.serving import COMPLETION
 
 
 async def test_a_call_that_fills_the_queue_alone_runs_where_nobody_waits() -> None:

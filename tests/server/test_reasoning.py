@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from minserve.text.template import ChatTemplate
-from tests.server.fakes import CHAT, FakeEngine, Server, say, serving, tiny_model
+from tests.server.fakes import FakeEngine, say
+from tests.server.serving import CHAT, Server, serving, tiny_model
 
 THINKS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from minserve.economics.ledger import Ledger
 from minserve.observe.log import setup
-from tests.server.fakes import CHAT, COMPLETION, FakeEngine, keyed, say, serving
+from tests.server.fakes import FakeEngine, say
+from tests.server.serving import CHAT, COMPLETION, keyed, serving
 
 
 async def test_a_server_that_can_not_record_its_calls_is_not_ready_and_counts_what_it_lost(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ import pytest
 from minserve.config import Config, EngineConfig, LimitConfig, LimitsConfig, PricesConfig, ServerConfig
 from minserve.server.reload import changes, reload, reload_on
 from minserve.settings import SettingsError
-from tests.server.fakes import CHAT, COMPLETION, keyed, serving
+from tests.server.serving import CHAT, COMPLETION, keyed, serving
 
 ANN = {"Authorization": "Bearer ms-ann"}
 BOB = {"Authorization": "Bearer ms-bob"}

@@ -10,8 +10,9 @@ import pytest
 from minserve.config import AccountConfig, LimitConfig, PoolConfig, PoolsConfig, PricesConfig, TimeoutsConfig
 from minserve.engine import Progress
 from minserve.request import TextDelta
-from tests.server.fakes import COMPLETION, FakeEngine, Server, say, serving
+from tests.server.fakes import FakeEngine, say
 from tests.server.http import error
+from tests.server.serving import COMPLETION, Server, serving
 
 
 async def test_a_sane_request_id_comes_back_and_others_are_replaced(server: Server) -> None:

@@ -24,7 +24,7 @@ from minserve.economics.accounting import Accounting
 from minserve.economics.rows import Row
 from minserve.server.site import PortInUse, address_of, bind, loading_app
 from minserve.server.webhook import Webhook
-from tests.server.fakes import keyed
+from tests.server.serving import keyed
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals are sent to a process of its own")
 

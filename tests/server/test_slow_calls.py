@@ -7,7 +7,8 @@ import json
 
 from minserve.config import PoolConfig, PoolsConfig, TimeoutsConfig
 from minserve.request import FinishReason, TextDelta, Usage
-from tests.server.fakes import COMPLETION, FakeEngine, serving
+from tests.server.fakes import FakeEngine
+from tests.server.serving import COMPLETION, serving
 from tests.server.streams import STREAM, error_event, open_stream
 
 QUICK = TimeoutsConfig(first_token_s=0.2, token_gap_s=0.2, total_s=1.0, sse_keep_alive_s=0.1)

@@ -12,7 +12,7 @@ import pytest
 
 from minserve.request import RequestError
 from minserve.server.text_worker import TextWorker
-from tests.server.fakes import COMPLETION, Server
+from tests.server.serving import COMPLETION, Server
 
 
 @pytest.fixture

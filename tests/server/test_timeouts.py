@@ -19,8 +19,9 @@ from minserve.config import AccountConfig, PoolConfig, PoolsConfig, PricesConfig
 from minserve.economics.prices import NANO, money
 from minserve.request import FinishReason, TextDelta, Usage
 from minserve.server.text_worker import TextWorker
-from tests.server.fakes import COMPLETION, FakeEngine, Server, serving
+from tests.server.fakes import FakeEngine
 from tests.server.real import SMALL, idle_invariants, real_server, until
+from tests.server.serving import COMPLETION, Server, serving
 
 BODY = {**COMPLETION, "max_tokens": 300, "ignore_eos": True, "temperature": 0}
 DEADLINE = "X-Minserve-Deadline-Ms"

@@ -7,7 +7,8 @@ import re
 
 from minserve.config import PricesConfig
 from minserve.request import FinishReason, TextDelta, Usage
-from tests.server.fakes import CHAT, COMPLETION, FakeEngine, say, serving
+from tests.server.fakes import FakeEngine, say
+from tests.server.serving import CHAT, COMPLETION, serving
 
 
 def normal(text: str) -> str:

@@ -13,7 +13,8 @@ from minserve.engine import Progress
 from minserve.request import FinishReason
 from minserve.text.template import ChatTemplate
 from tests.server.browser.pages import IN_BROWSER, Open, finish, idle, send, tokens
-from tests.server.fakes import MODEL, FakeEngine, say, serving, tiny_model
+from tests.server.fakes import FakeEngine, say
+from tests.server.serving import MODEL, serving, tiny_model
 
 pytestmark = IN_BROWSER
 

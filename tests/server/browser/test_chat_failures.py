@@ -8,7 +8,8 @@ from playwright.async_api import expect
 
 from minserve.request import FinishReason, RequestError
 from tests.server.browser.pages import IN_BROWSER, Open, send, tokens
-from tests.server.fakes import MODEL, FakeEngine, keyed, say, serving
+from tests.server.fakes import FakeEngine, say
+from tests.server.serving import MODEL, keyed, serving
 
 pytestmark = IN_BROWSER
 

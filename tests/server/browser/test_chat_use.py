@@ -5,7 +5,8 @@ from __future__ import annotations
 from playwright.async_api import expect
 
 from tests.server.browser.pages import IN_BROWSER, Open, idle, send
-from tests.server.fakes import FakeEngine, say, serving, tiny_model
+from tests.server.fakes import FakeEngine, say
+from tests.server.serving import serving, tiny_model
 
 pytestmark = IN_BROWSER
 

@@ -23,7 +23,8 @@ from minserve.config import LimitConfig, ServerConfig
 from minserve.economics.tokens import PageTokens
 from minserve.request import FinishReason, RequestError, TextDelta, Usage
 from tests.server.browser.pages import IN_BROWSER, Open, finish, tokens
-from tests.server.fakes import FakeEngine, Server, keyed, say, serving
+from tests.server.fakes import FakeEngine, say
+from tests.server.serving import Server, keyed, serving
 
 pytestmark = IN_BROWSER
 

@@ -10,7 +10,8 @@ from minserve.async_engine import AsyncEngine
 from minserve.request import Pool
 from tests.engines import tiny
 from tests.server.browser.pages import IN_BROWSER, Open, finish, idle, send
-from tests.server.fakes import CHAT, FakeEngine, keyed, serving
+from tests.server.fakes import FakeEngine
+from tests.server.serving import CHAT, keyed, serving
 
 pytestmark = IN_BROWSER
 

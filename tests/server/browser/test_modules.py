@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from tests.server.browser.pages import IN_BROWSER, Open, tokens
-from tests.server.fakes import FakeEngine, serving
+from tests.server.fakes import FakeEngine
+from tests.server.serving import serving
 
 pytestmark = IN_BROWSER
 

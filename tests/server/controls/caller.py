@@ -15,8 +15,8 @@ import openai
 import pytest
 
 from minserve.config import KeyConfig, PricesConfig
-from tests.server.fakes import MODEL, Server, keyed
 from tests.server.real import real_server
+from tests.server.serving import MODEL, Server, keyed
 
 PRICES = PricesConfig(prefill=100.0, decode=100.0)  # a token costs 0.0001
 NOW = 1_800_000_010.0  # 2027-01-15 08:00:10 UTC

@@ -10,8 +10,8 @@ import pytest
 
 from minserve.config import AccountConfig, LimitConfig, UserConfig
 from tests.server.controls.caller import PRICES, Caller, calling, of, sdk
-from tests.server.fakes import MODEL, keyed
 from tests.server.real import real_server
+from tests.server.serving import MODEL, keyed
 
 VOCABULARY = 261
 

@@ -11,7 +11,7 @@ import pytest
 
 from minserve.config import LoopsConfig, RunConfig
 from tests.server.controls.caller import PRICES, calling
-from tests.server.fakes import keyed
+from tests.server.serving import keyed
 
 
 async def test_a_runaway_loop_stops_at_the_budget_its_first_call_declared() -> None:

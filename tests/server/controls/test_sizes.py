@@ -7,7 +7,7 @@ import pytest
 
 from minserve.config import LimitsConfig
 from tests.server.controls.caller import PRICES, calling
-from tests.server.fakes import MODEL, keyed
+from tests.server.serving import MODEL, keyed
 
 
 async def test_every_call_has_a_bound_on_its_output() -> None:

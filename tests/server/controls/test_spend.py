@@ -6,7 +6,7 @@ from typing import Any
 
 from minserve.config import SpendConfig
 from tests.server.controls.caller import PRICES, calling, of
-from tests.server.fakes import keyed
+from tests.server.serving import keyed
 
 
 async def test_the_servers_spending_limit_stops_everybody_and_alerts_on_the_way() -> None:

@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.server.degradation.ladder import EVERYBODY, LADDER, POOLS
-from tests.server.fakes import FakeEngine, Server, say, serving
+from tests.server.fakes import FakeEngine, say
+from tests.server.serving import Server, serving
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from minserve.config import AccountConfig, DegradationConfig, PoolConfig, PoolsConfig
-from tests.server.fakes import Server
+from tests.server.serving import Server
 
 TEXT = "We are very busy. Opening hours: 9 to 5."
 LADDER = DegradationConfig(enabled=True, shrink_to=4, texts={"faq": TEXT}, message="Too much to do, sorry.")

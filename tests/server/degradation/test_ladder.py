@@ -9,7 +9,8 @@ import pytest
 
 from minserve.config import PricesConfig, SpendConfig
 from tests.server.degradation.ladder import EVERYBODY, FAQ, LADDER, POOLS, count, rung
-from tests.server.fakes import CHAT, COMPLETION, FakeEngine, Server, say, serving
+from tests.server.fakes import FakeEngine, say
+from tests.server.serving import CHAT, COMPLETION, Server, serving
 
 
 async def test_without_load_nothing_is_cut(server: Server) -> None:

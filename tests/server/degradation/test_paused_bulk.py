@@ -12,8 +12,9 @@ from minserve.config import Config, DegradationConfig, PoolConfig, PoolsConfig
 from minserve.request import FinishReason, Pool, RequestError, RequestOutcome, StepRecord
 from minserve.server.degradation import Degradation
 from tests.server.degradation.ladder import EVERYBODY, LADDER, POOLS, count
-from tests.server.fakes import COMPLETION, FakeEngine, Server, say, serving, token
+from tests.server.fakes import FakeEngine, say, token
 from tests.server.real import SMALL, real_server
+from tests.server.serving import COMPLETION, Server, serving
 
 
 async def test_then_bulk_is_paused_and_comes_back_when_there_is_room(server: Server) -> None:

@@ -9,7 +9,7 @@ import pytest
 from minserve.config import AccountConfig, LimitConfig
 from minserve.text.template import ChatTemplate
 from tests.server.degradation.ladder import FAQ, LADDER, POOLS, TEXT, count
-from tests.server.fakes import CHAT, COMPLETION, Server, serving, tiny_model
+from tests.server.serving import CHAT, COMPLETION, Server, serving, tiny_model
 from tests.server.test_reasoning import THINKS
 
 
