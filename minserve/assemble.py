@@ -91,6 +91,7 @@ def _assemble(config: Config, observers: Sequence[Observer], progress: Report, s
     backend = create_backend(
         engine_config, config.model, weights_id=loaded.weights_id, progress=progress, note=notes.append
     )
+    # After the backend, which meanwhile reads what it keeps of the weights; before them, since it may refuse.
     tokenizer = Tokenizer.from_source(loaded.tokenizer)
     template = read_template(config, loaded, tokenizer)
     progress(f"loading weights on {backend.description}")
