@@ -210,3 +210,13 @@ def test_an_observer_that_raises_stops_nothing(caplog: pytest.LogCaptureFixture)
     got = run(engine, submission(PROMPT))
     assert got.outcomes["r", 0].finish is FinishReason.LENGTH
     assert "observer failed" in caplog.text
+
+
+def test_lower_priority_goes_first() -> None:
+    engine = tiny(max_num_seqs=1).engine
+    waiting = [submission([i, *PROMPT], f"p{priority}") for i, priority in enumerate((3, 0, 7, -2))]
+    waiting = [replace(s, priority=int(s.id[1:])) for s in waiting]
+    got = run(engine, *waiting)
+    arrived = {o.group: o.arrival + o.queue for o in got.outcomes.values()}
+    assert sorted(arrived, key=arrived.__getitem__) == ["p-2", "p0", "p3", "p7"]
+    assert {o.finish for o in got.outcomes.values()} == {FinishReason.LENGTH}

@@ -15,6 +15,7 @@ from minserve.server.serve import served_model
 from tests.server.serving import MODEL, Server, serving
 
 SMALL = EngineConfig(backend="numpy", num_blocks=64, block_size=8, max_num_seqs=6, max_num_batched_tokens=48)
+ROOMY = EngineConfig(backend="numpy", num_blocks=256, block_size=16, max_num_seqs=8, max_num_batched_tokens=256)
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
 

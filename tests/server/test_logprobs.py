@@ -1,8 +1,9 @@
-"""Both wire shapes of log probabilities, with raw bytes and offsets that run on."""
+"""Both wire shapes of log probabilities: raw bytes, offsets that run on, and the same values in both."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,8 @@ from minserve.request import TokenLogprob
 from minserve.server.logprobs import CompletionEntries, TokenNames, chat_entries
 from minserve.text.tokenizer import Tokenizer
 from minserve.weights.dummy import load_dummy
+from tests.server.real import ROOMY, real_server
+from tests.server.serving import CHAT, COMPLETION
 
 
 @pytest.fixture(scope="module")
@@ -79,3 +82,40 @@ def test_special_tokens_take_no_room_unless_the_text_shows_them(tokenizer: Token
 def test_tokens_can_be_named_by_id(tokenizer: Tokenizer) -> None:
     names = TokenNames(tokenizer, as_ids=True)
     assert CompletionEntries(names).add([TokenLogprob(65, -1.0)]).tokens == ["token_id:65"]
+
+
+async def test_both_wire_shapes_and_echo_give_the_same_log_probabilities() -> None:
+    async with real_server(ROOMY) as (server, assembly):
+        messages: Any = CHAT["messages"]
+        ids = assembly.template.encode(messages)
+        fields: dict[str, Any] = {"max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        fields["return_tokens_as_token_ids"] = True  # bytes that are no character would all be named alike
+        _, chat = await server.post("/v1/chat/completions", {**CHAT, **fields, "logprobs": True, "top_logprobs": 2})
+        _, plain = await server.post("/v1/completions", {**COMPLETION, **fields, "prompt": ids, "logprobs": 2})
+        entries, lists = chat["choices"][0]["logprobs"]["content"], plain["choices"][0]["logprobs"]
+        assert chat["choices"][0]["token_ids"] == plain["choices"][0]["token_ids"]
+        values = [entry["logprob"] for entry in entries]
+        assert values == [entry["top_logprobs"][0]["logprob"] for entry in entries]
+        assert lists["token_logprobs"] == pytest.approx(values, abs=1e-4)
+        assert [entry["token"] for entry in entries] == lists["tokens"]
+        for entry, top in zip(entries, lists["top_logprobs"], strict=True):
+            assert list(top) == [each["token"] for each in entry["top_logprobs"]]
+            assert list(top.values()) == pytest.approx([each["logprob"] for each in entry["top_logprobs"]], abs=1e-4)
+        known = [*ids, *plain["choices"][0]["token_ids"]]
+        echo = {**COMPLETION, "prompt": known, "echo": True, "logprobs": 0, "max_tokens": 0}
+        _, scored = await server.post("/v1/completions", echo)
+        again = scored["choices"][0]["logprobs"]["token_logprobs"]
+        assert again[0] is None
+        assert again[len(ids) :] == pytest.approx(values, abs=1e-4)
+
+
+async def test_penalties_and_bias_do_not_touch_log_probabilities() -> None:
+    async with real_server(ROOMY) as (server, _):
+        body = {**COMPLETION, "max_tokens": 1, "temperature": 0, "logprobs": 3}
+        _, plain = await server.post("/v1/completions", body)
+        changed = {**body, "logit_bias": {"65": 100}, "repetition_penalty": 1.5, "top_p": 0.1}
+        _, biased = await server.post("/v1/completions", changed)
+        assert biased["choices"][0]["text"] == "A"
+        before, after = (reply["choices"][0]["logprobs"]["top_logprobs"][0] for reply in (plain, biased))
+        assert {token: after[token] for token in before} == before
+        assert after["A"] < min(before.values())
