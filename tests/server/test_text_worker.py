@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from functools import partial
 
 import pytest
@@ -21,8 +21,8 @@ def gate() -> threading.Event:
 
 
 @pytest.fixture
-def worker(gate: threading.Event) -> Iterator[TextWorker]:
-    worker = TextWorker(max_queue=3)
+async def worker(gate: threading.Event) -> AsyncIterator[TextWorker]:
+    worker = TextWorker(max_queue=3, patience=0.05)
     yield worker
     gate.set()
     worker.close()
@@ -51,7 +51,7 @@ async def test_a_key_with_too_many_jobs_is_refused_and_others_are_not(
     worker: TextWorker, gate: threading.Event
 ) -> None:
     tasks = [asyncio.create_task(worker.run("a", gate.wait)) for _ in range(4)]
-    await asyncio.sleep(0)
+    await asyncio.sleep(0.06)
     with pytest.raises(RequestError) as caught:
         await worker.run("a", gate.wait)
     assert (caught.value.status, caught.value.code) == (503, "tokenizer_busy")
@@ -59,6 +59,12 @@ async def test_a_key_with_too_many_jobs_is_refused_and_others_are_not(
     gate.set()
     assert await other == "fine"
     await asyncio.gather(*tasks)
+
+
+async def test_a_burst_of_short_jobs_is_not_refused() -> None:
+    worker = TextWorker()
+    assert await asyncio.gather(*(worker.run("a", partial(int, i)) for i in range(500))) == list(range(500))
+    worker.close()
 
 
 async def test_a_job_whose_caller_left_never_runs(worker: TextWorker, gate: threading.Event) -> None:
