@@ -1,3 +1,5 @@
+"""Text of tokens that come a few at a time: whole characters, and nothing of the prompt."""
+
 from __future__ import annotations
 
 import pytest
@@ -6,8 +8,7 @@ from hypothesis import strategies as st
 
 from minserve.text.detokenize import Detokenizer
 from minserve.text.tokenizer import Tokenizer
-
-from .builders import byte_tokenizer, sentencepiece_tokenizer
+from tests.text.builders import byte_tokenizer, sentencepiece_tokenizer
 
 BYTES = byte_tokenizer()
 

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from minserve.request import RequestError
+from tests.text import templates
 from tests.text.chats import CALL, SYSTEM, USER, template, user
-
-from . import templates
 
 
 # bug: 69

@@ -1,3 +1,5 @@
+"""Thinking and answer, parted however the text is cut."""
+
 from __future__ import annotations
 
 import pytest

@@ -13,8 +13,7 @@ from minserve.backend.base import CheckpointError
 from minserve.text.rebuild import PRE_TOKENIZERS, gguf_document
 from minserve.text.tokenizer import Tokenizer
 from minserve.weights.vocabulary import TokenType
-
-from .builders import byte_vocabulary, sentencepiece_golden, sentencepiece_tokenizer
+from tests.text.builders import byte_vocabulary, sentencepiece_golden, sentencepiece_tokenizer
 
 
 @pytest.mark.parametrize("space_prefix", [True, False])

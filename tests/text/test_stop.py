@@ -1,3 +1,5 @@
+"""Stop strings in text that comes in pieces, against a search in the whole."""
+
 from __future__ import annotations
 
 import time

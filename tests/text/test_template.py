@@ -1,3 +1,5 @@
+"""Messages to prompts: the models' own templates, and user text that never becomes a control token."""
+
 from __future__ import annotations
 
 import json
@@ -16,10 +18,9 @@ from minserve.text.template import ChatTemplate
 from minserve.text.tokenizer import Tokenizer
 from minserve.weights.loaded import LoadedModel
 from minserve.weights.vocabulary import TokenType
+from tests.text import templates
+from tests.text.builders import byte_tokenizer, byte_vocabulary, sentencepiece_tokenizer
 from tests.text.chats import CALL, SYSTEM, TOKENIZER, USER, template, user
-
-from . import templates
-from .builders import byte_tokenizer, byte_vocabulary, sentencepiece_tokenizer
 
 
 def hugging_face(source: str, tokenizer: Tokenizer, **values: Any) -> str:

@@ -19,8 +19,7 @@ from minserve.text.rebuild import gguf_document
 from minserve.text.tokenizer import Tokenizer
 from minserve.weights.dummy import byte_tokenizer as dummy_source
 from minserve.weights.vocabulary import GgufVocabulary, TokenizerJson, byte_alphabet
-
-from .builders import SPECIAL, byte_tokenizer, byte_vocabulary, sentencepiece_golden, sentencepiece_tokenizer
+from tests.text.builders import SPECIAL, byte_tokenizer, byte_vocabulary, sentencepiece_golden, sentencepiece_tokenizer
 
 CHATTY = "<|im_start|>user\nHello world<|im_end|>"
 
