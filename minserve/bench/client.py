@@ -99,10 +99,15 @@ async def _read(response: aiohttp.ClientResponse, chat: bool, trace: Trace) -> N
             trace.prompt_tokens = usage.get("prompt_tokens", 0)
             trace.completion_tokens = usage.get("completion_tokens", 0)
         for choice in event.get("choices") or ():
-            text = (choice.get("delta") or {}).get("content") if chat else choice.get("text")
+            text = _text(choice.get("delta") or {}) if chat else choice.get("text")
             if text or choice.get("token_ids"):  # a token within a character has no text
                 trace.times.append(time.perf_counter())
                 trace.text += text or ""
+
+
+def _text(delta: dict[str, Any]) -> str | None:
+    """What a chunk of a chat adds, thinking too; vLLM has named that in two ways."""
+    return delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning")
 
 
 class Lag:

@@ -56,6 +56,22 @@ async def test_a_token_within_a_character_is_seen_where_ids_are_asked_for(url: s
     assert (trace.text, len(trace.times)) == ("one two three", 3)
 
 
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
+async def test_thinking_is_output_too(field: str) -> None:
+    async def thinker(request: web.Request) -> web.Response:
+        deltas = ({"role": "assistant", "content": ""}, {field: "hm"}, {"content": "Yes"})
+        events = [{"choices": [{"index": 0, "delta": delta}]} for delta in deltas]
+        text = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+        return web.Response(text=text + "data: [DONE]\n\n", content_type="text/event-stream")
+
+    app = web.Application()
+    app.router.add_post("/chat", thinker)
+    async with TestServer(app) as server:
+        target = Target(str(server.make_url("/chat")), True, {}, {})
+        _, (trace,) = await run(target, ["a"], Plan(warmups=0))
+    assert (trace.text, len(trace.times)) == ("hmYes", 2)
+
+
 async def test_a_closed_loop_never_has_more_requests_than_clients(url: str) -> None:
     _, traces = await run(Target(url, False, {}, {}), ["a"] * 6, Plan(max_concurrency=2, warmups=0))
     spans = [(t.sent, t.done) for t in traces]
