@@ -36,7 +36,8 @@ def batch(
     """Answer every line of IN.JSONL (OpenAI's batch format) into OUT.JSONL, in the bulk pool.
 
     Stop it with Ctrl-C or SIGTERM and run it again, here or elsewhere: lines that have a result are not run again.
-    Exit status: 0 all answered, 1 some line has an error, 2 unusable files, 3 stopped before the end.
+    Exit status: 0 all answered, 1 some line has an error or the run could not go on, 2 unusable files, 3 stopped before
+    the end.
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
