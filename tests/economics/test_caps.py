@@ -6,8 +6,9 @@ import asyncio
 from pathlib import Path
 
 from minserve.config import Config, KeyConfig, LimitConfig, UserConfig
-from minserve.economics.accounting import Accounting, Reservation
+from minserve.economics.accounting import Accounting
 from minserve.economics.keys import digest, narrow
+from minserve.economics.reservation import Reservation
 from tests.economics.calls import DONE, call, day, keyed, local, refused
 
 

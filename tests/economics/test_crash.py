@@ -18,7 +18,8 @@ _SERVER = """
 import asyncio, json, random, sys
 from pathlib import Path
 from minserve.config import AccountConfig, Config, LimitConfig, PricesConfig
-from minserve.economics.accounting import Accounting, Admission
+from minserve.economics.accounting import Accounting
+from minserve.economics.reservation import Admission
 from minserve.economics.settlement import Settlement
 
 def say(**event):

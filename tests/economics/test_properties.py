@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minserve.economics.accounting import Accounting, Admission
+from minserve.economics.accounting import Accounting
 from minserve.economics.keys import narrow
+from minserve.economics.reservation import Admission
 from minserve.economics.settlement import Settlement
 from minserve.economics.windows import ZERO, Amount
 from minserve.request import RequestError

@@ -18,10 +18,11 @@ from minserve.config import (
     SpendConfig,
     UserConfig,
 )
-from minserve.economics.accounting import Accounting, Admission, Reservation
+from minserve.economics.accounting import Accounting
 from minserve.economics.keys import digest, narrow
 from minserve.economics.ledger import Ledger
 from minserve.economics.limits import Scope
+from minserve.economics.reservation import Admission, Reservation
 from minserve.economics.rows import Row
 from minserve.economics.settlement import Settlement
 from minserve.request import RequestError

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from minserve.config import Config
-from minserve.economics.accounting import Accounting, Admission
+from minserve.economics.accounting import Accounting
 from minserve.economics.keys import narrow
+from minserve.economics.reservation import Admission
 from minserve.economics.rows import Row
 from minserve.economics.settlement import Settlement
 from minserve.request import FinishReason, Pool, RequestError, RequestOutcome, Usage

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from minserve.config import AccountConfig, Config, LimitConfig, PricesConfig
-from minserve.economics.accounting import Accounting, Admission, Reservation
+from minserve.economics.accounting import Accounting
 from minserve.economics.keys import narrow
 from minserve.economics.ledger import Ledger
+from minserve.economics.reservation import Admission, Reservation
 from minserve.economics.settlement import Settlement
 from minserve.request import RequestError
 

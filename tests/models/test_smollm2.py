@@ -10,8 +10,9 @@ from minserve.backend.numpy_backend import NumpyBackend
 from minserve.config import Config
 from minserve.models import load
 from minserve.terminal import Style, generate_once
+from minserve.weights.cache import DownloadError
 from minserve.weights.checkpoint import load_checkpoint
-from minserve.weights.hub import DownloadError, resolve
+from minserve.weights.hub import resolve
 from tests.helpers import Part, make_batch
 from tests.models.golden import SMOLLM2
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from minserve.text.tokenizer import Tokenizer
+from minserve.weights.cache import DownloadError
 from minserve.weights.checkpoint import load_checkpoint
-from minserve.weights.hub import DownloadError, resolve
+from minserve.weights.hub import resolve
 from minserve.weights.loaded import LoadedModel
 
 
