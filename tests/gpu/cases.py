@@ -11,7 +11,7 @@ from minserve.backend.cuda_backend import ops
 from minserve.backend.cuda_backend.attention import Attention, Scratch
 from minserve.backend.cuda_backend.weights import LAYOUTS, Rope
 from minserve.backend.tensor import BLOCKS, Encoding
-from tests.gpu.bench import COMPUTE, Bench, Case, Launch, launch, step
+from tests.gpu.bench import COMPUTE, Bench, Case, launch, step
 
 
 def products(b: Bench) -> Iterator[Case]:
@@ -31,14 +31,13 @@ def products(b: Bench) -> Iterator[Case]:
 
 def product(b: Bench, name: str, format: str, rows: int, n: int, k: int) -> Case:
     glu, head = name == "gate+up", name == "head"
-    launches: list[Launch] = []
-    size = n * k * (LAYOUTS[format].bits if format in LAYOUTS else 16) // 8
+    weights = [b.matrix(format, n, k, pairs=glu)]
+    weights += [b.matrix(format, n, k, pairs=glu) for _ in range(1, b.copies(weights[0].nbytes))]
     x, wide = b.buffer(rows, k), b.buffer(rows, n) if glu else None
     out = b.buffer(rows, n // 2 if glu else n, "float" if head else COMPUTE)
-    for _ in range(b.copies(size)):
-        weight = b.matrix(format, n, k, pairs=glu)
-        launches.append(launch(ops.Linear(b.m, out, x, weight, "silu" if glu else None, wide), step(rows, {})))
-    moved = weight.nbytes + 2 * rows * k + rows * out.cols * (4 if head else 2)
+    activation, at = "silu" if glu else None, step(rows, {})
+    launches = [launch(ops.Linear(b.m, out, x, weight, activation, wide), at) for weight in weights]
+    moved = weights[0].nbytes + 2 * rows * k + rows * out.cols * (4 if head else 2)
     kind = "skinny_gemm" if rows <= ops.SKINNY_ROWS[format] else "cuBLAS"
     return Case(kind, f"{name} {format}, {rows} rows", moved, 2 * rows * n * k, launches)
 
