@@ -1,21 +1,29 @@
 // weights.cuh — how matrices lie in memory: 16-bit numbers, or integers of 8, 6 or 4 bits in groups of 32.
 //
-// A quantized weight is  w = scale * q  or  w = scale * q + minimum,  with one half-precision scale for kGroup
-// neighbours along a row, and one minimum for 32.  The integers are those of a GGUF file:
-//   Int4     Q4_0              Int4Min  Q4_1, Q4_K
-//   Int8     Q8_0              Int6Min  Q5_0, Q5_1, Q5_K, Q6_K, and any of up to 6 bits that are read as one
-//                              Int8Min  those beside Q8_0
-// Q6_K has scales for 16 and no minimum, Q5_K minima beside scales for 32.  Int6Min has room for both: minima of 0
-// for the one, each scale twice for the other, whose 0 .. 31 are among -32 .. 31.
+// A quantized weight is  w = scale * q  or  w = scale * q + minimum,  with a half-precision
+// scale for kGroup neighbours along a row and a minimum for 32.  The integers q are those
+// of a GGUF file; bits are a weight's, with its share of scale and minimum:
+//   Int4     4.5  Q4_0
+//   Int4Min  5    Q4_1, Q4_K
+//   Int6Min  7.5  Q5_0, Q5_1, Q5_K, Q6_K, and any of up to 6 bits that are read as one
+//   Int8     8.5  Q8_0, also beside Q4_0 or Q5_0
+//   Int8Min  9.5  Q8_0 beside any other
+// Q6_K has scales for 16 and no minimum, Q5_K minima beside scales for 32.  Int6Min has
+// room for both: minima of 0 for the one, each scale twice for the other, whose 0 .. 31
+// are among -32 .. 31.
 //
-// A row is cut into chunks, which four neighbouring lanes read with 16 bytes each.  Lane t of the four always gets
-// eight numbers of a group of 32, a unit: of one group (16 bits), of two (8 bits) or of four (4 bits), one after the
-// other.  A unit holds numbers 8t .. 8t + 7, for 16-bit numbers the usual order of a row; where scales are for 16,
-// 4t .. 4t + 3 of each half, so that a product over 16 numbers has one scale.  Integers are stored with kOffset added
-// and so are unsigned.  Within the four bytes of eight 4-bit numbers, number 2i is nibble i and number 2i + 1 nibble
-// i + 4: see unpack().  6-bit numbers are such nibbles, and behind the four lanes' nibbles 8 bytes more for each lane
-// with the upper two bits: those of a unit in bytes 0 and 2 of a word, of the next in bytes 1 and 3; number 2i has
-// bits 2i and 2i + 1 of the first of its two bytes, number 2i + 1 of the second.
+// A row is cut into chunks, which four neighbouring lanes read with 16 bytes each.  Lane t
+// of the four always gets eight numbers of a group of 32, a unit: of one group (16 bits),
+// of two (8 bits) or of four (4 bits), one after the other.  A unit holds numbers
+// 8t .. 8t + 7, for 16-bit numbers the usual order of a row; where scales are for 16,
+// 4t .. 4t + 3 of each half, so that a product over 16 numbers has one scale.  Integers
+// are stored with kOffset added and so are unsigned.  Within the four bytes of eight
+// 4-bit numbers, number 2i is nibble i and number 2i + 1 nibble i + 4: see unpack().
+//
+// Of 6-bit numbers such nibbles are the lower part.  Behind those of the four lanes, 8
+// bytes more for each lane have the upper two bits: bytes 0 and 2 of a word those of one
+// unit, bytes 1 and 3 of the next; bits 2i and 2i + 1 belong to number 2i in the first of
+// the two bytes, to number 2i + 1 in the second.
 #pragma once
 #include "common.cuh"
 
@@ -50,8 +58,8 @@ template <> __device__ __forceinline__ u32 subtract2<bf16>(u32 a, u32 b) {
   return *reinterpret_cast<const u32*>(&d);
 }
 
-// Eight numbers of a unit as four pairs of T, from their kUnitBytes bytes in `words` and, of 6 bits, the word with
-// their upper bits shifted to bits 0 and 16.  Integers come out exactly,
+// The numbers of a unit as four pairs of T, from their kUnitBytes bytes in `words` and, of
+// 6 bits, the word with their upper bits in its bytes 0 and 2.  Integers come out exactly,
 // without their scale.  Integer-to-float conversions are slow, so integers are put
 // into the low bits of a float's mantissa instead: 1024 + q is the half 0x6400 | q,
 // 128 + q the bfloat16 0x4300 | q, 2^23 + q the float 0x4B000000 | q.  Subtracting
