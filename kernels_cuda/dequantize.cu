@@ -8,9 +8,11 @@ template <typename T, typename W>
 __global__ void dequantize(T* __restrict__ out, const u8* __restrict__ data, const half* __restrict__ scales,
                            const half* __restrict__ minima, int first_row, int rows, int k) {
   const Matrix<W> weight{data, scales, minima, k};
-  const long long i = ((long long)blockIdx.x * blockDim.x + threadIdx.x) * 8;
-  if (i >= (long long)rows * k) return;
+  const long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+  const int units = k / 8, unit = i % units;
+  const long long row = i / units;
+  if (row >= rows) return;
   float w[8];
-  load_weights8<W, T>(w, weight, first_row + i / k, i % k);
-  store8(out + i, w);
+  load_unit<W, T>(w, weight, first_row + row, unit);
+  store_unit<W>(out + row * k, unit, w);
 }

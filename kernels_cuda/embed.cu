@@ -12,12 +12,12 @@ __global__ void embed(float* __restrict__ out, const u8* __restrict__ data, cons
                       const half* __restrict__ minima, const int* __restrict__ ids, int cols, float scale) {
   const Matrix<W> table{data, scales, minima, cols};
   const int id = ids[blockIdx.x];
-  for (int i = threadIdx.x * 8; i < cols; i += blockDim.x * 8) {
+  for (int unit = threadIdx.x; unit < cols / 8; unit += blockDim.x) {
     float x[8];
-    load_weights8<W, T>(x, table, id, i);
+    load_unit<W, T>(x, table, id, unit);
 #pragma unroll
     for (int j = 0; j < 8; ++j) x[j] *= scale;
-    store8(out + (long long)blockIdx.x * cols + i, x);
+    store_unit<W>(out + (long long)blockIdx.x * cols, unit, x);
   }
 }
 

@@ -1,17 +1,18 @@
 // skinny_gemm.cu — out[m][n] = sum_k x[m][k] * weight[n][k] for a handful of rows m, weights in any format.
 //
 // A step of decoding reads every weight once, so the floor is their bytes: n * k *
-// bits / 8 and, quantized, 2 or 4 bytes a group of 32.  Hence the shape:
+// bits / 8 and, quantized, 2 bytes a scale or minimum.  Hence the shape:
 //  * a block makes 16 columns of `out`; its 8 warps share the chunks of k, each with
 //    several 16-byte loads under way, and add up at the end;
 //  * products run on tensor cores, with 16 weight rows as operand A and 8 rows of x as
 //    operand B: even for one row the arithmetic then hides behind the reads, and
 //    for 8 rows it costs the same;
 //  * the order of k within a group of 32 is free, as long as both operands agree: lane
-//    t of a row takes numbers 8t .. 8t + 7 of both, 16 contiguous bytes of x;
+//    t of a row takes numbers 8t .. 8t + 7 of both, 16 contiguous bytes of x, and where
+//    scales are for 16 numbers twice 8 bytes, so that each product has one scale;
 //  * integers go into the product unscaled, where 16-bit floats hold them exactly.
-//    The group's scale is applied to its sum, in float.  A minimum needs the sum of x
-//    over the group: a product with ones.
+//    The scale is applied to the sum, in float.  A minimum needs the sum of x over the
+//    group: a product with ones.
 //
 // With kGlu the 16 weight rows are 8 gate rows and the 8 up rows that belong to them,
 // and out = activation(gate) * up: the wide intermediate never reaches memory.
@@ -21,15 +22,15 @@
 
 enum Glu { kNone, kSilu, kGelu };
 
-// Blocks on an SM: 4 for 16-bit weights (without a number ptxas may spill to fit in one more), 0 leaves it to ptxas.
+// Blocks on an SM: 0 leaves it to ptxas, which without a number would spill 16-bit weights and Int8Min to fit in one more.
 template <typename T, typename Out, typename W, int kTiles, int kGlu>
-__global__ void __launch_bounds__(256, W::kScaled ? 0 : 4)
+__global__ void __launch_bounds__(256, W::kBits == 8 && W::kMinimum ? 2 : W::kScaled ? 0 : 4)
 skinny_gemm(Out* __restrict__ out,             // [rows][n]
             const T* __restrict__ x,           // [rows][k], rows <= 8 * kTiles
             const u8* __restrict__ data, const half* __restrict__ scales, const half* __restrict__ minima, int rows, int n,
             int k) {                           // n: columns of out; the weight has twice as many rows with kGlu
   constexpr int kWarps = 8, kAhead = 2, kColumns = kGlu ? 8 : 16;
-  constexpr int kUnitWords = kUnitBytes<W> / 4;
+  constexpr int kUnitWords = kUnitBytes<W> / 4, kPairs = 4 / kScales<W>;   // of a unit, for one scale
   __shared__ float partial[kWarps][16][8 * kTiles];
   const Matrix<W> weight{data, scales, minima, k};
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -42,16 +43,15 @@ skinny_gemm(Out* __restrict__ out,             // [rows][n]
   for (int m = 0; m < kTiles; ++m) acc[m][0] = acc[m][1] = acc[m][2] = acc[m][3] = 0;
 
   for (int base = warp; base < chunks; base += kWarps * kAhead) {
-    Vec<u32, 4> packed[kAhead][2];
+    Packed packed[kAhead][2];
 #pragma unroll
     for (int a = 0; a < kAhead; ++a)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int chunk = base + a * kWarps;
-        const u8* source = data + row_ids[i] * weight.row_bytes() + chunk * 64 + t * 16;
-        packed[a][i] = Vec<u32, 4>{0, 0, 0, 0};
+        packed[a][i] = Packed{};
         if (chunk < chunks && chunk * 32 * kGroups<W> + t * 8 < k)
-          packed[a][i] = load_vec<u32, 4>(reinterpret_cast<const u32*>(source));
+          packed[a][i] = load_packed<W>(data + row_ids[i] * weight.row_bytes() + chunk * kChunkBytes<W>, t);
       }
 #pragma unroll
     for (int a = 0; a < kAhead; ++a) {
@@ -59,30 +59,34 @@ skinny_gemm(Out* __restrict__ out,             // [rows][n]
       if (chunk >= chunks) break;
 #pragma unroll
       for (int j = 0; j < kGroups<W>; ++j) {
-        const int group = chunk * kGroups<W> + j, k0 = group * 32 + t * 8;
+        const int group = chunk * kGroups<W> + j, unit = group * 4 + t;
         u32 w[2][4];
-        float scale[2], minimum[2];
+        Vec<half, kScales<W>> scale[2];
+        float minimum[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          unpack<W, T>(w[i], &packed[a][i].v[j * kUnitWords]);
-          scale[i] = W::kScaled ? to_float(scales[row_ids[i] * weight.groups() + group]) : 1;
-          minimum[i] = W::kMinimum ? to_float(minima[row_ids[i] * weight.groups() + group]) : 0;
+          const long long at = row_ids[i] * weight.groups() + group;
+          unpack<W, T>(w[i], &packed[a][i].numbers.v[j * kUnitWords], packed[a][i].upper.v[j / 2] >> j % 2 * 8);
+          if (W::kScaled) scale[i] = load_vec<half, kScales<W>>(scales + at * kScales<W>);
+          minimum[i] = W::kMinimum ? to_float(minima[at]) : 0;
         }
 #pragma unroll
         for (int m = 0; m < kTiles; ++m) {
           Vec<u32, 4> b{0, 0, 0, 0};
-          if (m * 8 + g < rows && k0 < k)
-            b = load_vec<u32, 4>(reinterpret_cast<const u32*>(x + (long long)(m * 8 + g) * k + k0));
-          float sum[4] = {0, 0, 0, 0};
-          float(&target)[4] = W::kScaled ? sum : acc[m];
+          if (m * 8 + g < rows && unit * 8 < k) b = load_unit_pairs<W>(x + (long long)(m * 8 + g) * k, unit);
 #pragma unroll
-          for (int i = 0; i < 4; i += 2) {
-            const u32 operand[4] = {w[0][i], w[1][i], w[0][i + 1], w[1][i + 1]};
-            mma_16x8x16<T>(target, operand, b.v[i], b.v[i + 1]);
+          for (int s = 0; s < kScales<W>; ++s) {
+            float sum[4] = {0, 0, 0, 0};
+            float(&target)[4] = W::kScaled ? sum : acc[m];
+#pragma unroll
+            for (int i = s * kPairs; i < (s + 1) * kPairs; i += 2) {
+              const u32 operand[4] = {w[0][i], w[1][i], w[0][i + 1], w[1][i + 1]};
+              mma_16x8x16<T>(target, operand, b.v[i], b.v[i + 1]);
+            }
+            if (W::kScaled)
+#pragma unroll
+              for (int i = 0; i < 4; ++i) acc[m][i] += to_float(scale[i / 2].v[s]) * sum[i];
           }
-          if (W::kScaled)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) acc[m][i] += scale[i / 2] * sum[i];
           if (W::kMinimum) {
             const u32 one = pack2<T>(1, 1), ones[4] = {one, one, one, one};
             float total[4] = {0, 0, 0, 0};

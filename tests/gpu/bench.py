@@ -17,7 +17,7 @@ from minserve.backend.base import StepLimits
 from minserve.backend.cuda_backend import ops
 from minserve.backend.cuda_backend.ops import Buffer, Machine
 from minserve.backend.cuda_backend.step import Shape, Step
-from minserve.backend.cuda_backend.weights import BITS, Matrix, chunks
+from minserve.backend.cuda_backend.weights import Matrix
 from tests.gpu.machine import Target
 
 COMPUTE, TILE = "bf16", 1 << 16
@@ -71,12 +71,10 @@ class Bench:
         return Buffer(kind, cols, False, data.reshape(rows, cols))
 
     def matrix(self, format: str, n: int, k: int, *, pairs: bool = False) -> Matrix:
-        if format == "Dense":
-            return Matrix(format, n, k, self.bytes(2 * n * k).reshape(n, 2 * k), pairs=pairs)
-        groups = chunks(format, k) * 16 // BITS[format]
-        data = self.bytes(n * chunks(format, k) * 64).reshape(n, -1)
-        scales, minima = (self.bytes(2 * n * groups).view(np.float16).reshape(n, groups) for _ in range(2))
-        return Matrix(format, n, k, data, scales, minima if format == "Int4Min" else None, pairs=pairs)
+        def new(shape: tuple[int, int], dtype: type) -> Any:
+            return self.bytes(shape[0] * shape[1] * np.dtype(dtype).itemsize).view(dtype).reshape(shape)
+
+        return Matrix.make(new, format, n, k, pairs=pairs)
 
     def ints(self, values: Any) -> Any:
         return self.cp.asarray(np.ascontiguousarray(values, np.int32))

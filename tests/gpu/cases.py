@@ -9,35 +9,35 @@ import numpy as np
 from minserve.backend.base import Heads
 from minserve.backend.cuda_backend import ops
 from minserve.backend.cuda_backend.attention import Attention, Scratch
-from minserve.backend.cuda_backend.weights import BITS, Rope
-from tests.gpu.bench import COMPUTE, Bench, Case, Launch, launch, step
+from minserve.backend.cuda_backend.weights import LAYOUTS, Rope
+from minserve.backend.tensor import BLOCKS, Encoding
+from tests.gpu.bench import COMPUTE, Bench, Case, launch, step
 
 
 def products(b: Bench) -> Iterator[Case]:
     """Products of a layer and of the head, for few rows and for many."""
     d, f, v = (64, 96, 80) if b.tiny else (4096, 14336, 128256)
     shapes = (("qkv", 3 * d // 2, d), ("o", d, d), ("gate+up", 2 * f, d), ("down", d, f), ("head", v, d))
-    for format in BITS:
+    for format in ("Dense", *LAYOUTS):
         for rows in (1, 8, 16) if format != "Dense" else (1, 8, 64):
             for name, n, k in shapes:
                 yield product(b, name, format, rows, n, k)
     for rows in (9,) if b.tiny else (256, 512, 2048):
         for name, n, k in shapes[:4]:
             yield product(b, name, "Dense", rows, n, k)
-    for format in ("Int8", "Int4"):
+    for format in ("Int8", "Int6Min", "Int4"):
         yield product(b, "gate+up", format, 17 if b.tiny else 512, 2 * f, d)
 
 
 def product(b: Bench, name: str, format: str, rows: int, n: int, k: int) -> Case:
     glu, head = name == "gate+up", name == "head"
-    launches: list[Launch] = []
-    size = n * k * BITS[format] // 8
+    weights = [b.matrix(format, n, k, pairs=glu)]
+    weights += [b.matrix(format, n, k, pairs=glu) for _ in range(1, b.copies(weights[0].nbytes))]
     x, wide = b.buffer(rows, k), b.buffer(rows, n) if glu else None
     out = b.buffer(rows, n // 2 if glu else n, "float" if head else COMPUTE)
-    for _ in range(b.copies(size)):
-        weight = b.matrix(format, n, k, pairs=glu)
-        launches.append(launch(ops.Linear(b.m, out, x, weight, "silu" if glu else None, wide), step(rows, {})))
-    moved = weight.nbytes + 2 * rows * k + rows * out.cols * (4 if head else 2)
+    activation, at = "silu" if glu else None, step(rows, {})
+    launches = [launch(ops.Linear(b.m, out, x, weight, activation, wide), at) for weight in weights]
+    moved = weights[0].nbytes + 2 * rows * k + rows * out.cols * (4 if head else 2)
     kind = "skinny_gemm" if rows <= ops.SKINNY_ROWS[format] else "cuBLAS"
     return Case(kind, f"{name} {format}, {rows} rows", moved, 2 * rows * n * k, launches)
 
@@ -119,18 +119,17 @@ def rest(b: Bench) -> Iterator[Case]:
         ("cast", 6, ops.Cast(b.m, narrow, wide)),
     ):
         yield Case(name, f"{rows} rows", rows * d * moved, 0, [launch(instruction, every)] * 8)
-    for source, format, size in (("Q8_0", "Int8", 34), ("Q4_0", "Int4", 18), ("Q4_1", "Int4Min", 20)):
-        yield repack(b, source, format, size, 2 * f, d)
+    for source, format in (("Q8_0", "Int8"), ("Q4_K", "Int4Min"), ("Q6_K", "Int6Min")):
+        yield repack(b, source, format, 2 * f, max(d, 256))
     counts, tokens, words = b.bytes(2 * v).view(np.uint32), b.ints(np.arange(1000) % v), v // 2
     reset = b.m.kernels.get("seats", "reset_seat")
     lengths = np.int32(900), np.int32(1000), np.int32(words)
     yield Case("reset_seat", "1000 tokens", 2 * v, 0, [lambda: reset((1,), 1024, counts, tokens, *lengths)] * 8)
 
 
-def repack(b: Bench, source: str, format: str, size: int, n: int, k: int) -> Case:
-    """size: bytes of a block of 32."""
-    kernel, groups = b.m.kernels.get("repack", "repack", source, format), n * (k // 32)
-    w, blocks = b.matrix(format, n, k), b.bytes(groups * size)
+def repack(b: Bench, source: str, format: str, n: int, k: int) -> Case:
+    kernel, block = b.m.kernels.get("repack", "repack", source, format), BLOCKS[Encoding(source)]
+    w, blocks = b.matrix(format, n, k), b.bytes(n * k // block.weights * block.nbytes)
     arrays, sizes = (w.data, w.scales, w.minima, blocks), (np.int32(0), np.int32(n), np.int32(k))
-    launches = [lambda: kernel((ops.cdiv(groups, 256),), 256, *arrays, *sizes)] * 8
+    launches = [lambda: kernel((ops.cdiv(n * k, 32 * 256),), 256, *arrays, *sizes)] * 8
     return Case("repack", f"{source} to {format}, {n} x {k}", w.nbytes + blocks.nbytes, 0, launches)

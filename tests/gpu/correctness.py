@@ -150,7 +150,7 @@ def tokens(machine: Target, report: Report, models: Sequence[tuple[str, str]]) -
 
 def models(simulated: bool) -> list[tuple[str, str]]:
     families = [(f"dummy:{family}-tiny:F16", "half") for family in FAMILIES]
-    encodings = [("BF16", "bf16"), ("Q8_0", "half"), ("Q4_0", "half"), ("Q4_1", "half")]
+    encodings = [("BF16", "bf16"), ("Q8_0", "half"), ("Q4_0", "half"), ("Q4_1", "half"), ("Q5_1", "half")]
     return (
         families[:1] + families[3:4] if simulated else families + [(f"dummy:llama-tiny:{e}", t) for e, t in encodings]
     )

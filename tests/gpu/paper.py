@@ -6,7 +6,8 @@ only; each instruction then says what it must move and compute. It must not know
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from minserve.backend.cuda_backend.kernels import Kernels
 from minserve.backend.cuda_backend.lowering import Lowering
 from minserve.backend.cuda_backend.ops import Buffer, Machine
 from minserve.backend.cuda_backend.recorder import Recorder
-from minserve.backend.cuda_backend.weights import BITS, Matrix, Rope, choose_format, chunks
+from minserve.backend.cuda_backend.weights import Matrix, Rope, choose_format
 from minserve.backend.tensor import Encoding, HostTensor
 from minserve.models import load
 from minserve.weights.dummy import PRESETS, tensor_shapes
@@ -59,18 +60,36 @@ def empty(shape: int | Sequence[int], dtype: Any = np.float32) -> Paper:
     return Paper((shape,) if isinstance(shape, int) else tuple(shape), np.dtype(dtype).itemsize)
 
 
-class PaperCheckpoint:
-    """Shapes of a known model's tensors, all in one encoding (norms and biases in float32)."""
+Stored = Callable[[str], Encoding]
 
-    def __init__(self, config: Mapping[str, Any], encoding: Encoding) -> None:
-        self.config, self._encoding, self._shapes = config, encoding, tensor_shapes(config)
+
+def q4_k_m(layers: int) -> Stored:
+    """How llama.cpp's Q4_K_M stores a matrix (untied, of so many layers): half of v and down, and the head, in Q6_K."""
+
+    def stored(name: str) -> Encoding:
+        if match := re.search(r"\.(\d+)\.(?:self_attn\.v_proj|mlp\.down_proj)\.", name):
+            i, eighth = int(match[1]), layers // 8
+            more = i < eighth or i >= 7 * layers // 8 or (i - eighth) % 3 == 2
+        else:
+            more = name.startswith("lm_head")
+        return Encoding.Q6_K if more else Encoding.Q4_K
+
+    return stored
+
+
+class PaperCheckpoint:
+    """Shapes of a known model's tensors. stored: each matrix's encoding (norms and biases are in float32)."""
+
+    def __init__(self, config: Mapping[str, Any], stored: Stored | Encoding) -> None:
+        self.config, self._shapes = config, tensor_shapes(config)
+        self._stored: Stored = (lambda _: stored) if isinstance(stored, Encoding) else stored
 
     def names(self) -> Iterable[str]:
         return self._shapes
 
     def tensor(self, name: str) -> HostTensor:
         shape = self._shapes[name]
-        encoding = self._encoding if len(shape) == 2 else Encoding.F32
+        encoding = self._stored(name) if len(shape) == 2 else Encoding.F32
         ones = name.endswith("norm.weight")  # with zeros in the norms a step on a GPU would multiply zeros only
         data = np.full((1, shape[0] if len(shape) == 1 else 0), float(ones), np.float32).view(np.uint8)
         return HostTensor(name, shape, encoding, data)
@@ -83,12 +102,7 @@ class PaperBackend:
 
     def prepare_linear(self, tensors: Sequence[HostTensor], bias: Any = None, *, pairs: bool = False) -> Matrix:
         n, k, format = sum(t.rows for t in tensors), tensors[0].cols, choose_format(tensors)
-        vector = None if bias is None else empty(n)
-        if format == "Dense":
-            return Matrix(format, n, k, empty((n, 2 * k), np.uint8), bias=vector, pairs=pairs)
-        groups = empty((n, chunks(format, k) * 16 // BITS[format]), np.float16)
-        data, minima = empty((n, chunks(format, k) * 64), np.uint8), groups if format == "Int4Min" else None
-        return Matrix(format, n, k, data, groups, minima, vector, pairs)
+        return Matrix.make(empty, format, n, k, bias=None if bias is None else empty(n), pairs=pairs)
 
     def prepare_embedding(self, tensor: HostTensor, *, tied: bool) -> Matrix:
         return self.prepare_linear([tensor])
@@ -130,9 +144,9 @@ class Load:
 class PaperProgram:
     """A model's instructions for one GPU. `preset` as in minserve.weights.dummy."""
 
-    def __init__(self, preset: str, encoding: Encoding = Encoding.BF16, *, sms: int = 132) -> None:
+    def __init__(self, preset: str, stored: Stored | Encoding = Encoding.BF16, *, sms: int = 132) -> None:
         backend: Any = PaperBackend()
-        model = load(PaperCheckpoint(PRESETS[preset], encoding), backend)
+        model = load(PaperCheckpoint(PRESETS[preset], stored), backend)
         cp = SimpleNamespace(empty=empty)
         self.machine = Machine(cp, Kernels(cp), None, "bf16", sms, 16, model.spec.max_model_len, None)  # type: ignore[arg-type]
         recorder, caches = Recorder(), [empty(1) for _ in model.spec.kv]

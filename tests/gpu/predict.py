@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from minserve.backend.cuda_backend.attention import prefill_launch
 from minserve.backend.tensor import Encoding
-from tests.gpu.paper import Load, PaperProgram, Work, sampling
+from tests.gpu.paper import Load, PaperProgram, Stored, Work, q4_k_m, sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,14 @@ def report() -> str:
     """The generated part of kernels_cuda/README.md that needs no compiler."""
     program = PaperProgram("llama-8b")
     steps = [("bfloat16", program, batch) for batch in BATCHES]
-    steps += [(encoding, PaperProgram("llama-8b", Encoding(encoding)), 1) for encoding in ("Q8_0", "Q4_0")]
+    mixed = q4_k_m(len(program.spec.kv))
+    quantized: dict[str, Stored | Encoding] = {
+        "Q8_0": Encoding.Q8_0,
+        "Q5_K": Encoding.Q5_K,
+        "Q4_K_M": mixed,
+        "Q4_0": Encoding.Q4_0,
+    }
+    steps += [(name, PaperProgram("llama-8b", stored), 1) for name, stored in quantized.items()]
     lines = [*steps_table(steps), "", "Aims:", "", *aims_table(program)]
     for batch in BATCHES:
         lines += ["", f"Batch {batch}, {CONTEXT:,} tokens in each cache:", ""]

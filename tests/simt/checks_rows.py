@@ -13,7 +13,7 @@ from minserve.backend.cuda_backend.ops import Scale
 from minserve.backend.cuda_backend.weights import Rope, Uploader
 from minserve.backend.tensor import Encoding
 from tests.simt import reference
-from tests.simt.kit import Check, Kit, host_tensor, normal, step_of
+from tests.simt.kit import Check, Kit, host_tensor, normal, quantized_weights, step_of
 
 ROWS_COLS = [(1, 8), (5, 264), (3, 2048)]
 
@@ -47,8 +47,8 @@ def embed(kit: Kit, encoding: Encoding, cols: int) -> None:
     ids, out = np.array([3, 10, 0, 3], np.int32), kit.result(4, cols, "float")
     matrix = Uploader(kit.cp, kit.compute).matrix([table])
     kit.run(m, ops.Embed(m, out, matrix, 1.5), step_of(4, inputs={"token_ids": kit.ints(ids)}))
-    want = table.float32()
-    kit.compare(out.array, (kit.rounded(want) if matrix.format == "Dense" else want)[ids] * 1.5, "float")
+    want = kit.rounded(table.float32()) if matrix.format == "Dense" else quantized_weights(table)
+    kit.compare(out.array, want[ids] * 1.5, "float")
 
 
 def take(kit: Kit, kind: str) -> None:
@@ -159,6 +159,7 @@ CHECKS: dict[str, Check] = {
        for (r, c), p, g in product(ROWS_COLS, (False, True), (False, True))},
     **{f"embed {e} {c}": partial(embed, encoding=e, cols=c)
        for e, c in product((Encoding.F32, Encoding.Q8_0, Encoding.Q4_0, Encoding.Q4_1), (32, 160, 2048))},
+    "embed Q6_K 768": partial(embed, encoding=Encoding.Q6_K, cols=768),
     "embed F32 40": partial(embed, encoding=Encoding.F32, cols=40),
     **{f"take {kind or 'a branch'}": partial(take, kind=kind) for kind in ("float", "")},
     **{f"add {r}x{c}": partial(add, kinds=("float", ""), rows=r, cols=c) for r, c in ROWS_COLS},

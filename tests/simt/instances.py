@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from itertools import product
 
+from minserve.backend.cuda_backend.weights import LAYOUTS
+
 TYPES = ("half", "bf16")
 DIMS = (64, 80, 96, 128, 256)
-FORMATS = ("Dense", "Int8", "Int4", "Int4Min")
+FORMATS = ("Dense", *LAYOUTS)
 FLAGS = ("false", "true")
 
 
@@ -48,10 +50,7 @@ INSTANCES: dict[str, list[str]] = {
     + [f"cast<{t}>" for t in TYPES],
     "skinny_gemm": _skinny(),
     "dequantize": [f"dequantize<{t},{w}>" for t, w in product(TYPES, FORMATS[1:])],
-    "repack": [
-        f"repack<{pair}>"
-        for pair in ("Q8_0,Int8", "Q5_0,Int8", "Q4_0,Int8", "Q4_0,Int4", "Q4_0,Int4Min", "Q4_1,Int4Min")
-    ],
+    "repack": [f"repack<{e},{format}>" for format, layout in LAYOUTS.items() for e in sorted(layout.holds)],
     "sampling": ["sample<1024>", "adjust<1024>"],
     "logprobs": ["logprobs<1024>"],
     "seats": ["reset_seat"],

@@ -23,6 +23,16 @@ from tests.simt.reference import Float64
 # Largest |got - want| / (1 + |want|): a few roundings of the type.
 TOLERANCE = {"half": 1.5e-3, "bf16": 1.2e-2, "float": 2e-5}
 Check = Callable[["Kit"], None]
+SCALES = {  # byte of a float16 -> its usual size, for weights near 1
+    Encoding.Q8_0: ((0, 1 / 74),),
+    Encoding.Q5_0: ((0, 1 / 9.2),),
+    Encoding.Q4_0: ((0, 1 / 4.6),),
+    Encoding.Q4_1: ((0, 1 / 4.6), (2, -1.0)),
+    Encoding.Q5_1: ((0, 1 / 9.2), (2, -1.0)),
+    Encoding.Q4_K: ((0, 1 / 170), (2, 1 / 37)),
+    Encoding.Q5_K: ((0, 1 / 340), (2, 1 / 37)),
+    Encoding.Q6_K: ((208, 1 / 1370),),
+}
 
 
 @dataclass
@@ -102,8 +112,17 @@ def host_tensor(seed: int, rows: int, cols: int, encoding: Encoding) -> HostTens
         return HostTensor.from_array("weight", rng.standard_normal((rows, cols)).astype(np.float32))
     block = BLOCKS[encoding]
     data = rng.integers(0, 256, (rows, cols // block.weights, block.nbytes), np.uint8)
-    unit = 1 / {Encoding.Q8_0: 74, Encoding.Q5_0: 9.2}.get(encoding, 4.6)  # the standard deviation of the integers
-    for at, size in ((0, unit), (2, -1.0))[: 2 if encoding is Encoding.Q4_1 else 1]:
+    for at, size in SCALES[encoding]:
         numbers = rng.uniform(0.5, 1.5, data.shape[:2]) * size
         data[..., at : at + 2] = numbers.astype(np.float16)[..., None].view(np.uint8)
     return HostTensor("weight", (rows, cols), encoding, data.reshape(rows, -1))
+
+
+def quantized_weights(tensor: HostTensor) -> Float64:
+    """The weights that a quantized tensor has on the device: scales and minima in half precision."""
+    groups, (n, k) = tensor.groups(), tensor.shape
+    scale, minimum = (
+        np.float64(0) if a is None else a.astype(np.float16).astype(np.float64).reshape(n, -1, 1)
+        for a in (groups.scale, groups.minimum)
+    )
+    return (groups.q.reshape(n, -1, groups.size) * scale + minimum).reshape(n, k)

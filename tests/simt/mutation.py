@@ -84,7 +84,7 @@ FLIPPED = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "=="}
 _WAIT = re.compile(r"__syncthreads\(\);|__syncwarp\(\);|__threadfence\(\);|cp_async_wait<\d>\(\);|cp_async_commit\(\);")
 _COMPARISON = re.compile(r"(?<= )(<=|>=|==|!=|<|>)(?= )")
 _DECLARED = re.compile(
-    r"\s*(?:extern\s+|const\s+|constexpr\s+|static\s+)*(?:__shared__|struct|template|float|int|bool|char|u8|u16|u32|u64|half|bf16|T|Vec<[^=]*?>)\s[^=]*$"
+    r"\s*(?:extern\s+|const\s+|constexpr\s+|static\s+)*(?:__shared__|struct|template|float|int|bool|char|u8|u16|u32|u64|half|bf16|T|Packed|Vec<[^=]*?>)\s[^=]*$"
 )
 
 

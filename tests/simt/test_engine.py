@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 
 from minserve.assemble import Assembly
+from minserve.backend.tensor import HostTensor
 from minserve.request import Submission
-from minserve.weights.dummy import PRESETS
+from minserve.weights.dummy import PRESETS, DummyCheckpoint
 from tests.engines import Collected, run, submission
+from tests.gpu.paper import q4_k_m
 from tests.simt import instances
 from tests.simt.engines import Certainties, Recorded, cuda_engine
 from tests.simt.fakestream import Graph, Stream
@@ -158,22 +160,41 @@ def test_same_tokens_as_the_numpy_backend(family: str, monkeypatch: pytest.Monke
     ("encoding", "compute", "format"),
     [
         ("BF16", "bf16", "Dense"),
-        ("Q8_0", "bf16", "Int8"),
         ("Q8_0", "half", "Int8"),
-        ("Q5_0", "half", "Int8"),
+        ("Q5_0", "half", "Int6Min"),
+        ("Q5_1", "bf16", "Int6Min"),
         ("Q4_0", "half", "Int4"),
         ("Q4_1", "half", "Int4Min"),
-        ("Q4_K", "half", "Int4Min"),
-        ("Q6_K", "half", "Dense"),
+        ("Q5_K", "half", "Int6Min"),
+        ("Q6_K", "half", "Int6Min"),
     ],
 )
 def test_encodings(encoding: str, compute: str, format: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Quantized files stay quantized, bfloat16 files compute in bfloat16. Q6_K is rounded to 16 bits: less is sure."""
+    """Quantized files stay quantized, bfloat16 files compute in bfloat16."""
     monkeypatch.setitem(PRESETS, "llama-wide", WIDE)
     model = f"dummy:llama-{'wide' if encoding.endswith('_K') else 'tiny'}:{encoding}"
-    sure = SURE[compute] * (4 if encoding == "Q6_K" else 1)
-    compared, _, _, assembly = both(model, compute, [short_wave()], sure)
+    compared, _, _, assembly = both(model, compute, [short_wave()], SURE[compute])
     assert sum(map(len, compared.values())) > (20 if compute == "half" else 8)
     assert compute.replace("half", "float16").replace("bf16", "bfloat16") in assembly.backend.description
+    assert formats(assembly) == {format}
+
+
+def formats(assembly: Assembly) -> set[str]:
+    """Of the matrices that some product reads."""
     program: Any = assembly.engine.runner.program
-    assert ("skinny_gemm", f"skinny_gemm<{compute},float,{format},1,kNone>") in program._m.kernels.names()
+    return {name.split(",")[2] for file, name in program._m.kernels.names() if file == "skinny_gemm"}
+
+
+def test_a_mixture_of_encodings_as_llama_cpp_makes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Q4_K_M: q, k and v are read as one, v in another encoding than the others."""
+    tensor, stored = DummyCheckpoint.tensor, q4_k_m(WIDE["num_hidden_layers"])
+
+    def mixed(self: DummyCheckpoint, name: str) -> HostTensor:
+        self._encoding = stored(name)
+        return tensor(self, name)
+
+    monkeypatch.setattr(DummyCheckpoint, "tensor", mixed)
+    monkeypatch.setitem(PRESETS, "llama-wide", WIDE)
+    compared, _, _, assembly = both("dummy:llama-wide:Q4_K", "half", [short_wave()], SURE["half"])
+    assert sum(map(len, compared.values())) > 20
+    assert formats(assembly) == {"Int4Min", "Int6Min"}

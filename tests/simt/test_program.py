@@ -6,7 +6,7 @@ import gc
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
 import numpy as np
@@ -23,9 +23,9 @@ from minserve.backend.cuda_backend.lowering import Lowering, live_ranges
 from minserve.backend.cuda_backend.program import CudaProgram, buckets
 from minserve.backend.cuda_backend.recorder import Recorder
 from minserve.backend.cuda_backend.step import Shape, Staging
-from minserve.backend.cuda_backend.weights import choose_format
+from minserve.backend.cuda_backend.weights import FACTORS, choose_format
 from minserve.backend.numpy_backend import NumpyBackend
-from minserve.backend.tensor import Encoding, HostTensor, float32_to_bfloat16
+from minserve.backend.tensor import BLOCKS, Encoding, HostTensor, float32_to_bfloat16
 from minserve.batch import Batch, SeatReset
 from minserve.config import EngineConfig
 from minserve.models import load
@@ -431,10 +431,11 @@ class TestBackend:
             ("Q4_0", 4.5),
             ("Q4_1", 5),
             ("Q8_0", 8.5),
-            ("Q5_0", 8.5),
+            ("Q5_0", 7.5),
+            ("Q5_1", 7.5),
             ("Q4_K", 5),
-            ("Q5_1", 16),
-            ("Q6_K", 16),
+            ("Q5_K", 7.5),
+            ("Q6_K", 7.5),
             ("BF16", 16),
         ],
     )
@@ -521,20 +522,35 @@ class TestBackend:
         with pytest.raises(BackendError, match="huge has weights beyond float16's range"):
             cuda_backend(compute="half").prepare_linear([tensor])
 
-    @pytest.mark.parametrize("at", [0, 2])  # the factor of the scales, of the minima
-    def test_q4_k_takes_16_bits_where_float16_may_not_hold_its_products(self, at: int) -> None:
+    @pytest.mark.parametrize(
+        ("encoding", "at", "largest"),  # where the factor of the scales, or of the minima, stands
+        [(Encoding.Q4_K, 0, 1039), (Encoding.Q4_K, 2, 1039), (Encoding.Q5_K, 0, 1039), (Encoding.Q6_K, 208, 511.75)],
+    )
+    def test_k_encodings_take_16_bits_where_float16_may_not_hold_their_products(
+        self, encoding: Encoding, at: int, largest: float
+    ) -> None:
         def tensor(factor: float) -> HostTensor:
-            blocks = np.full((2, 144), 255, np.uint8)  # of the largest integers, and 63 times a factor
-            blocks[:, :4] = 0
+            blocks = np.full((2, BLOCKS[encoding].nbytes), 255, np.uint8)  # of the largest integers
+            if encoding is Encoding.Q6_K:
+                blocks[:, 192:208] = 128  # whose scales are signed
+            blocks[:, FACTORS[encoding][0]] = 0
             blocks[1, at : at + 2] = np.array([factor], np.float16).view(np.uint8)
-            return HostTensor("w", (2, 256), Encoding.Q4_K, blocks)
+            return HostTensor("w", (2, 256), encoding, blocks)
 
         backend = cuda_backend(compute="bf16")
-        largest = backend.prepare_linear([tensor(1039)])
-        assert max(np.abs(a.get()).max() for a in (largest.scales, largest.minima)) == 65472
-        beyond = backend.prepare_linear([tensor(1040)])
-        assert (beyond.data.get().view(np.uint16) == float32_to_bfloat16(tensor(1040).float32())).all()
-        assert [choose_format([tensor(factor)]) for factor in (-1040, np.inf, np.nan)] == ["Dense"] * 3
+        matrix = backend.prepare_linear([tensor(largest)])
+        assert max(np.abs(a.get()).max() for a in (matrix.scales, matrix.minima)) in (65472, 65504)
+        beyond = np.nextafter(np.float16(largest), np.float16(np.inf))
+        dense = backend.prepare_linear([tensor(beyond)])
+        assert (dense.data.get().view(np.uint16) == float32_to_bfloat16(tensor(beyond).float32())).all()
+        assert [choose_format([tensor(factor)]) for factor in (-beyond, np.inf, np.nan)] == ["Dense"] * 3
+
+    def test_matrices_read_as_one_stay_quantized_unless_one_of_them_is_of_floats(self) -> None:
+        floats = {Encoding.F32, Encoding.F16, Encoding.BF16}
+        for pair in product(Encoding, Encoding):
+            blocks = [(e, 256 // BLOCKS[e].weights * BLOCKS[e].nbytes) for e in pair]
+            tensors = [HostTensor("w", (1, 256), e, np.zeros((1, nbytes), np.uint8)) for e, nbytes in blocks]
+            assert (choose_format(tensors) == "Dense") is bool(floats & {*pair})
 
     def test_weights_are_uploaded_in_slabs(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("minserve.backend.cuda_backend.weights.SLAB_BYTES", 4 * 32 * 3)

@@ -17,13 +17,13 @@ from minserve.backend.base import Heads
 from minserve.backend.cuda_backend.blas import Blas, Output
 from minserve.backend.cuda_backend.kernels import Kernels
 from minserve.backend.cuda_backend.step import Step
-from minserve.backend.cuda_backend.weights import Matrix, Rope
+from minserve.backend.cuda_backend.weights import LAYOUTS, Matrix, Rope
 
 Instruction = Callable[[Step], None]
 
 # Rows up to which a product runs in skinny_gemm.cu instead of cuBLAS, by weight format. Dense: cuBLAS is as good from
 # about 8 rows on. Quantized: cuBLAS needs dequantized weights, 8 times the traffic of Int4.
-SKINNY_ROWS = {"Dense": 8, "Int8": 16, "Int4": 16, "Int4Min": 16}
+SKINNY_ROWS = {"Dense": 8} | dict.fromkeys(LAYOUTS, 16)
 SLAB_BYTES = 16 << 20  # dequantized weights at a time: cuBLAS then finds them in the L2 cache
 ACTIVATIONS = {None: "kNone", "silu": "kSilu", "gelu": "kGelu"}
 i32, f32 = np.int32, np.float32

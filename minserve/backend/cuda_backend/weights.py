@@ -1,14 +1,13 @@
 """Weights on the device: a file's encodings brought into the layouts of kernels_cuda/weights.cuh.
 
-Owns the choice of layout and the upload. Quantized matrices keep the file's integers, scales and minima bit for bit
-(Q8_0, Q5_0, Q4_0, Q4_1). Q4_K becomes Q4_1: the same integers, but its scales and minima, products of two numbers, are
-rounded to float16. Every other encoding becomes the compute type, 16 bits a weight: Q5_1 and Q5_K would need a minimum
-beside 8-bit integers, Q6_K groups of 16. It must not know models or what uses a weight.
+Owns the choice of layout and the upload. Quantized matrices keep the file's integers, scales and minima bit for bit;
+only the scales and minima of K encodings, products of two numbers, are rounded to float16. Matrices that are read as
+one get the smallest layout that holds them all. It must not know models or what uses a weight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,6 @@ from minserve.backend.base import BackendError
 from minserve.backend.cuda_backend.kernels import Kernels
 from minserve.backend.tensor import BLOCKS, Encoding, HostTensor, float32_to_bfloat16
 
-BITS = {"Dense": 16, "Int8": 8, "Int4": 4, "Int4Min": 4}
 ALIGNMENT = 8  # columns: kernels move 8 numbers of 16 bits at once
 FLOAT16_MAX = 65504.0
 SLAB_BYTES = 64 << 20  # of float32 at a time while converting, so that host memory stays bounded
@@ -26,10 +24,40 @@ COMPUTE_TYPES = {"half": np.dtype(np.float16), "bf16": np.dtype(np.uint16)}  # N
 
 
 @dataclass(frozen=True, slots=True)
-class Matrix:
-    """[n, k] in the layout `format`, with an optional float32 bias [n].
+class Layout:
+    """bits of an integer; `group` of them share a scale; minimum: whether 32 share one. holds: what fits."""
 
-    data: uint8 bytes of the rows. scales, minima: float16 per group of 32, None where the format has none.
+    bits: int
+    group: int
+    minimum: bool
+    holds: frozenset[Encoding]
+
+    def padded(self, k: int) -> int:
+        """Numbers of a row of k, whose last chunk is filled up."""
+        chunk = 64 if self.bits == 8 else 128
+        return -(-k // chunk) * chunk
+
+
+_UP_TO_6_BITS = frozenset(Encoding[e] for e in ("Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K"))
+LAYOUTS = {  # the smallest first
+    "Int4": Layout(4, 32, False, frozenset({Encoding.Q4_0})),
+    "Int4Min": Layout(4, 32, True, frozenset({Encoding.Q4_1, Encoding.Q4_K})),
+    "Int6Min": Layout(6, 16, True, _UP_TO_6_BITS),
+    "Int8": Layout(8, 32, False, frozenset({Encoding.Q4_0, Encoding.Q5_0, Encoding.Q8_0})),
+    "Int8Min": Layout(8, 16, True, _UP_TO_6_BITS | {Encoding.Q8_0}),
+}
+FACTORS = {  # of K encodings' scales and minima: where they stand in a block, and what they are multiplied by at most
+    Encoding.Q4_K: (slice(0, 4), 63),
+    Encoding.Q5_K: (slice(0, 4), 63),
+    Encoding.Q6_K: (slice(208, 210), 128),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """[n, k] in the layout `format`, or as 16-bit numbers (Dense), with an optional float32 bias [n].
+
+    data: uint8 bytes of the rows. scales, minima: float16, as many as the layout has, None where it has none.
     """
 
     format: str
@@ -40,6 +68,17 @@ class Matrix:
     minima: Any = None
     bias: Any = None
     pairs: bool = False
+
+    @classmethod
+    def make(cls, new: Any, format: str, n: int, k: int, *, bias: Any = None, pairs: bool = False) -> Matrix:
+        """new(shape, dtype) makes its arrays."""
+        if format == "Dense":
+            return cls(format, n, k, new((n, k * 2), np.uint8), bias=bias, pairs=pairs)
+        layout = LAYOUTS[format]
+        numbers = layout.padded(k)
+        data, scales = new((n, numbers * layout.bits // 8), np.uint8), new((n, numbers // layout.group), np.float16)
+        minima = new((n, numbers // 32), np.float16) if layout.minimum else None
+        return cls(format, n, k, data, scales, minima, bias, pairs)
 
     @property
     def nbytes(self) -> int:
@@ -56,44 +95,27 @@ class Rope:
     max_len: int
 
 
-def chunks(format: str, k: int) -> int:
-    """Chunks of 64 bytes in a row of a quantized matrix."""
-    return -(-k // (512 // BITS[format]))
-
-
 def choose_format(tensors: Sequence[HostTensor]) -> str:
-    """The layout that holds the integers of all of these, else Dense."""
-    encodings = {Encoding.Q4_1 if fits_q4_1(tensor) else tensor.encoding for tensor in tensors}
-    if encodings <= {Encoding.Q4_0}:
-        return "Int4"
-    if encodings <= {Encoding.Q4_0, Encoding.Q4_1}:
-        return "Int4Min"
-    if encodings <= {Encoding.Q4_0, Encoding.Q5_0, Encoding.Q8_0}:
-        return "Int8"
-    return "Dense"
+    """The smallest layout that holds all of these, else Dense."""
+    encodings = {tensor.encoding for tensor in tensors}
+    formats = (format for format, layout in LAYOUTS.items() if encodings <= layout.holds)
+    return next(formats, "Dense") if all(map(fits_float16, tensors)) else "Dense"
 
 
-def fits_q4_1(tensor: HostTensor) -> bool:
-    """Whether this is a Q4_K tensor whose scales and minima, 6 bits times a float16, are within float16's range.
+def fits_float16(tensor: HostTensor) -> bool:
+    """Whether float16 has room for the scales and minima of a K encoding: small integers times a float16.
 
     None is too small: a product below float16's normal range has a subnormal factor, so it is a multiple of 2^-24 too.
     """
-    if tensor.encoding is not Encoding.Q4_K:
-        return False
-    blocks = tensor.data.reshape(tensor.rows, -1, BLOCKS[Encoding.Q4_K].nbytes)
-    factors = np.ascontiguousarray(blocks[..., :4]).view(np.float16)
-    return float(np.abs(factors).max()) * 63 <= FLOAT16_MAX  # False for a NaN
+    if tensor.encoding not in FACTORS:
+        return True
+    where, largest = FACTORS[tensor.encoding]
+    blocks = tensor.data.reshape(-1, BLOCKS[tensor.encoding].nbytes)
+    factors = np.ascontiguousarray(blocks[:, where]).view(np.float16)
+    return float(np.abs(factors).max(initial=0)) * largest <= FLOAT16_MAX  # False for a NaN
 
 
-def to_q4_1(tensor: HostTensor) -> HostTensor:
-    """A Q4_K tensor as Q4_1: the same integers, scales and minima rounded once, by at most 2^-11 of themselves."""
-    groups = tensor.groups()
-    assert groups.minimum is not None
-    halves = groups.q.reshape(*groups.scale.shape, 2, 16)
-    blocks = np.empty((*groups.scale.shape, BLOCKS[Encoding.Q4_1].nbytes), np.uint8)
-    blocks[..., :4] = np.stack([groups.scale, groups.minimum], -1).astype(np.float16).view(np.uint8)
-    blocks[..., 4:] = halves[..., 0, :] | halves[..., 1, :] << 4
-    return HostTensor(tensor.name, tensor.shape, Encoding.Q4_1, blocks.reshape(tensor.rows, -1))
+Upload = Callable[[Matrix, int, HostTensor], None]
 
 
 class Uploader:
@@ -110,23 +132,16 @@ class Uploader:
             raise BackendError(f"{tensors[0].name}: {k} columns; the CUDA kernels need a multiple of {ALIGNMENT}")
         format = choose_format(tensors)
         vector = None if bias is None else self.float32(bias.float32())
-        if format == "Dense":
-            data = self._cp.empty((n, k * 2), np.uint8)
-            self._each(tensors, data, self._dense)
-            return Matrix(format, n, k, data, bias=vector, pairs=pairs)
-        groups = chunks(format, k) * 16 // BITS[format]
         # Zeros, since the groups that fill up a last chunk are never written.
-        data = self._cp.zeros((n, chunks(format, k) * 64), np.uint8)
-        scales = self._cp.zeros((n, groups), np.float16)
-        minima = self._cp.zeros((n, groups), np.float16) if format == "Int4Min" else None
-        matrix = Matrix(format, n, k, data, scales, minima, vector, pairs)
-        self._each(tensors, matrix, self._repack)
+        new = self._cp.empty if format == "Dense" else self._cp.zeros
+        matrix = Matrix.make(new, format, n, k, bias=vector, pairs=pairs)
+        self._each(tensors, matrix, self._dense if format == "Dense" else self._repack)
         return matrix
 
     def float32(self, values: Any) -> Any:
         return self._cp.asarray(np.ascontiguousarray(values, np.float32))
 
-    def _each(self, tensors: Sequence[HostTensor], target: Any, upload: Any) -> None:
+    def _each(self, tensors: Sequence[HostTensor], target: Matrix, upload: Upload) -> None:
         """upload(target, first row, tensor) for slabs of rows."""
         first = 0
         for tensor in tensors:
@@ -137,13 +152,12 @@ class Uploader:
             first += tensor.rows
         self._cp.cuda.get_current_stream().synchronize()
 
-    def _dense(self, data: Any, first: int, tensor: HostTensor) -> None:
+    def _dense(self, matrix: Matrix, first: int, tensor: HostTensor) -> None:
         numbers = to_compute_type(tensor, self.compute)
-        data[first : first + tensor.rows].set(np.ascontiguousarray(numbers).view(np.uint8).reshape(tensor.rows, -1))
+        rows = matrix.data[first : first + tensor.rows]
+        rows.set(np.ascontiguousarray(numbers).view(np.uint8).reshape(tensor.rows, -1))
 
     def _repack(self, matrix: Matrix, first: int, tensor: HostTensor) -> None:
-        if tensor.encoding is Encoding.Q4_K:
-            tensor = to_q4_1(tensor)
         kernel = self._kernels.get("repack", "repack", tensor.encoding.value, matrix.format)
         self._kernels.compile()
         blocks = self._cp.asarray(np.ascontiguousarray(tensor.data))
