@@ -1,7 +1,7 @@
 /** The chat page: the conversation, what its reader does with it, and the answer that is on its way. */
 
 import { plainError, receive, requestOf } from "/static/answer.js";
-import { focusComposer, onComposer, showBusy } from "/static/composer.js";
+import { focusComposer, giveBack, onComposer, showBusy } from "/static/composer.js";
 import { copyText } from "/static/copy.js";
 import { keepPlace, toEnd } from "/static/scroll.js";
 import { checkServer, model, onServer, recheck } from "/static/server.js";
@@ -21,7 +21,7 @@ let cleared = null; // the conversation that New chat put away
 
 // -- what is seen
 
-const actions = { copy: (message, button) => copyText(message.content, button), retry, resume, askKey: () => openSettings("key") };
+const actions = { copy: (message, button) => copyText(message.content, button), retry, edit, resume, askKey: () => openSettings("key") };
 
 function redraw() {
   views.length = 0;
@@ -143,6 +143,16 @@ function retry() {
   }
   answer();
   focusComposer();
+}
+
+/** The last question was refused as it stands: take it back, or it would be sent with every later one. */
+function edit() {
+  if (busy) return;
+  const [question] = messages.splice(-2);
+  store.saveChat(messages);
+  redraw();
+  toEnd();
+  giveBack(question.content);
 }
 
 function resume() {

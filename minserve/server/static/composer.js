@@ -20,6 +20,13 @@ export function focusComposer() {
   input.focus();
 }
 
+/** A text that was sent comes back, before what has been written since. */
+export function giveBack(text) {
+  input.value = [text, input.value].filter(Boolean).join("\n");
+  show();
+  focusComposer();
+}
+
 function show() {
   $("send").classList.toggle("busy", busy);
   $("send").setAttribute("aria-label", busy ? "Stop" : "Send");

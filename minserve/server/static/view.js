@@ -67,6 +67,8 @@ export class MessageView {
     if (!retry) return;
     if (error.status === 401) {
       this.failure.append(element("button", { type: "button", onclick: this.actions.askKey }, "Enter the API key"));
+    } else if ([400, 413].includes(error.status) && !message.content) {
+      this.failure.append(element("button", { type: "button", onclick: this.actions.edit }, "Edit the message"));
     } else {
       const again = element("button", { type: "button", onclick: this.actions.retry }, "Try again");
       this.failure.append(again);

@@ -7,7 +7,7 @@ import re
 from playwright.async_api import expect
 
 from minserve.request import FinishReason, RequestError
-from tests.server.browser.pages import IN_BROWSER, Open, send, tokens
+from tests.server.browser.pages import IN_BROWSER, Open, idle, send, tokens
 from tests.server.fakes import FakeEngine, say
 from tests.server.serving import MODEL, keyed, serving
 
@@ -28,6 +28,25 @@ async def test_errors_are_readable_and_say_when_to_try_again(open_page: Open) ->
         await failure.get_by_role("button", name=re.compile("^Try again$")).click()
         await expect(page.locator(".content")).to_have_text("Fine")
         await expect(page.get_by_role("alert")).to_be_hidden()
+
+
+async def test_a_question_that_is_refused_as_it_stands_can_be_edited(open_page: Open) -> None:
+    async with serving(FakeEngine(say("Fine"))) as server:
+        page = await open_page(server)
+        await send(page, "first")
+        await idle(page)
+        await send(page, "much too long " * 50)
+        await expect(page.get_by_role("alert")).to_contain_text("maximum context length")
+        await page.locator("#input").fill("a draft")
+        await page.get_by_role("button", name="Edit the message").click()
+        await expect(page.locator("#input")).to_be_focused()
+        await expect(page.locator("#input")).to_have_value(re.compile("^much too long .*\na draft$"))
+        await expect(page.locator(".message")).to_have_count(2)
+        await send(page, "short")
+        await expect(page.locator(".content").last).to_have_text("Fine")
+        prompt = server.services.model.tokenizer.decode(server.engine.submissions[-1].prompt)
+        assert prompt.index("first") < prompt.index("short")
+        assert "too long" not in prompt
 
 
 async def test_a_failure_in_the_middle_keeps_what_came(open_page: Open) -> None:
