@@ -23,6 +23,8 @@ import aiohttp
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the experiments look into what the server left, with the server's own readers
 
+from minserve.economics.settlement import rank
+
 
 class Server:
     """config: minserve.toml. The model and further flags are given to `serve`. Use as a context manager."""
@@ -104,8 +106,7 @@ def client() -> aiohttp.ClientSession:
 
 def quantile(values: Sequence[float], q: float) -> float:
     """Nearest rank; 0 of nothing."""
-    ordered = sorted(values)
-    return ordered[max(0, -int(-q * len(ordered) // 1) - 1)] if ordered else 0.0
+    return rank(sorted(values), q) if values else 0.0
 
 
 def report(result: dict[str, Any], faults: Sequence[str]) -> int:
