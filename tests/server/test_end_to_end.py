@@ -12,14 +12,14 @@ from tests.server.serving import CHAT, COMPLETION, keyed
 
 
 async def test_streaming_and_whole_answers_agree_whatever_shares_the_batch() -> None:
-    async with real_server() as (server, assembly):
+    async with real_server() as (server, _):
         bodies = [{**COMPLETION, **GREEDY, "prompt": "word " * i, "max_tokens": 20} for i in range(1, 9)]
         alone = [(await server.post("/v1/completions", body))[1]["choices"][0]["text"] for body in bodies]
         together = await asyncio.gather(*(server.post("/v1/completions", body) for body in bodies))
         assert [reply["choices"][0]["text"] for _, reply in together] == alone
         streams = await asyncio.gather(*(server.events("/v1/completions", body) for body in bodies))
         assert [streamed_text(text) for text in streams] == alone
-        idle_invariants(server, assembly)
+        idle_invariants(server)
 
 
 def streamed_text(stream: str) -> str:

@@ -95,7 +95,7 @@ async def test_drain_finishes_what_it_can_and_ends_the_rest_with_an_error(monkey
         for text in await asyncio.gather(*queued):
             assert text.endswith("data: [DONE]\n\n")
         await draining
-        idle_invariants(server, assembly)
+        idle_invariants(server)
         assert "Stopping" in lines[0]
         assert len(server.rows) == 14
         with pytest.raises(aiohttp.ClientError):

@@ -16,15 +16,15 @@ from tests.server.serving import COMPLETION
 
 async def test_a_call_that_fills_the_queue_alone_runs_where_nobody_waits() -> None:
     body = {**COMPLETION, **GREEDY, "prompt": ["a", "b", "c"], "n": 2, "max_tokens": 3}
-    async with real_server(max_queue=4) as (server, assembly):
+    async with real_server(max_queue=4) as (server, _):
         status, reply = await server.post("/v1/completions", body)
         assert (status, len(reply["choices"])) == (200, 6)
-        idle_invariants(server, assembly)
+        idle_invariants(server)
 
 
 async def test_a_call_that_a_full_queue_refuses_is_refused_in_its_row_and_in_the_metrics() -> None:
     body = {**COMPLETION, **GREEDY, "prompt": ["a", "b"], "max_tokens": 100}
-    async with real_server(msgspec.structs.replace(SMALL, max_num_seqs=1), max_queue=1) as (server, assembly):
+    async with real_server(msgspec.structs.replace(SMALL, max_num_seqs=1), max_queue=1) as (server, _):
         first = asyncio.create_task(server.post("/v1/completions", body))
         await until(lambda: sum(server.engine.status().waiting.values()) > 0)
         status, reply = await server.post("/v1/completions", body)
@@ -33,18 +33,18 @@ async def test_a_call_that_a_full_queue_refuses_is_refused_in_its_row_and_in_the
         async with server.session.get(server.url + "/metrics") as response:
             assert 'vllm:admission_rejections_total{model_name="tiny",reason="queue_full"} 1.0' in await response.text()
         assert (await first)[0] == 200
-        idle_invariants(server, assembly)
+        idle_invariants(server)
 
 
 # bug: 13
 async def test_a_non_streaming_client_that_leaves_frees_everything_within_a_few_steps() -> None:
-    async with real_server() as (server, assembly):
+    async with real_server() as (server, _):
         body = {**COMPLETION, **GREEDY, "max_tokens": 400}
         task = asyncio.create_task(server.post("/v1/completions", body))
         await until(lambda: any(server.engine.status().running.values()))
         task.cancel()
         await server.settled()
-        idle_invariants(server, assembly)
+        idle_invariants(server)
         (row,) = server.rows
         assert (row.status, row.finish) == (499, "abort")
         assert 0 <= row.completion_tokens < 400
@@ -54,7 +54,7 @@ async def test_a_non_streaming_client_that_leaves_frees_everything_within_a_few_
 # bug: 60
 async def test_random_clients_that_leave_at_random_moments_leave_nothing_behind() -> None:
     random_ = random.Random(5)
-    async with real_server(max_queue=200, local=AccountConfig(pools=("bulk",))) as (server, assembly):
+    async with real_server(max_queue=200, local=AccountConfig(pools=("bulk",))) as (server, _):
         admitted = 0
 
         async def client(k: int) -> None:
@@ -81,7 +81,7 @@ async def test_random_clients_that_leave_at_random_moments_leave_nothing_behind(
 
         await asyncio.gather(*(client(k) for k in range(120)))
         await server.settled()
-        idle_invariants(server, assembly)
+        idle_invariants(server)
         assert {row.finish for row in server.rows} <= {"stop", "length", "abort", "refused"}
         assert "abort" in {row.finish for row in server.rows}
         outcomes = server.services.telemetry.metrics.registry.get_sample_value
@@ -96,7 +96,7 @@ async def test_random_clients_that_leave_at_random_moments_leave_nothing_behind(
 async def test_whoever_waits_too_long_is_sent_away_with_a_time_to_come_back() -> None:
     engine = msgspec.structs.replace(SMALL, max_num_seqs=1)
     pools = PoolsConfig(interactive=PoolConfig(queue_timeout_s=0.15))
-    async with real_server(engine, pools=pools) as (server, assembly):
+    async with real_server(engine, pools=pools) as (server, _):
         long = {**COMPLETION, **GREEDY, "max_tokens": 450}
         busy = await server.session.post(server.url + "/v1/completions", json={**long, "stream": True})
         async with server.session.post(server.url + "/v1/completions", json=long) as response:
@@ -105,13 +105,13 @@ async def test_whoever_waits_too_long_is_sent_away_with_a_time_to_come_back() ->
             assert (await response.json())["error"]["code"] == "queue_timeout"
         busy.close()
         await server.settled()
-        idle_invariants(server, assembly)
+        idle_invariants(server)
 
 
 # bug: 15
 async def test_requests_whose_clients_left_the_queue_are_never_read() -> None:
     engine = msgspec.structs.replace(SMALL, max_num_seqs=1)
-    async with real_server(engine) as (server, assembly):
+    async with real_server(engine) as (server, _):
         long = {**COMPLETION, **GREEDY, "max_tokens": 300, "stream": True}
         busy = await server.session.post(server.url + "/v1/completions", json=long)
         left = [await server.session.post(server.url + "/v1/completions", json=long) for _ in range(20)]
@@ -120,6 +120,6 @@ async def test_requests_whose_clients_left_the_queue_are_never_read() -> None:
         await until(lambda: server.engine.status().streams == 1)
         busy.close()
         await server.settled()
-        idle_invariants(server, assembly)
+        idle_invariants(server)
         assert sum(int(str(row["prefill_tokens"])) for row in server.services.telemetry.trace.rows(256)) <= 2
         assert [row.prompt_tokens for row in server.rows].count(0) >= 20

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from minserve.assemble import Assembly
 from minserve.config import AccountConfig, PoolConfig, PoolsConfig, PricesConfig, TimeoutsConfig
 from minserve.economics.prices import NANO, money
 from minserve.request import FinishReason, TextDelta, Usage
@@ -35,7 +34,7 @@ async def slow_server(
     queue_timeout_s: float = 5.0,
     seats: int = 2,
     prices: PricesConfig = PricesConfig(),  # noqa: B008
-) -> AsyncIterator[tuple[Server, Assembly]]:
+) -> AsyncIterator[Server]:
     """step: how long the n-th step takes at least."""
     pools = PoolsConfig(interactive=PoolConfig(queue_timeout_s=queue_timeout_s))
     engine = structs.replace(SMALL, max_num_seqs=seats)
@@ -48,7 +47,7 @@ async def slow_server(
             return run(*args)
 
         assembly.engine.runner.run = slowly  # type: ignore[assignment,method-assign]
-        yield server, assembly
+        yield server
 
 
 async def ended(server: Server, body: dict[str, Any], headers: dict[str, str] | None = None) -> tuple[int, Any, Any]:
@@ -64,9 +63,9 @@ async def ended(server: Server, body: dict[str, Any], headers: dict[str, str] | 
     return server.rows[rows].status, json.loads(events[-2])["error"], response.headers
 
 
-async def at_rest(server: Server, assembly: Assembly) -> None:
+async def at_rest(server: Server) -> None:
     await server.settled()
-    idle_invariants(server, assembly)
+    idle_invariants(server)
 
 
 LAYERS = {
@@ -81,10 +80,10 @@ LAYERS = {
 @pytest.mark.parametrize("code", LAYERS)
 async def test_each_layer_has_its_own_code_and_frees_everything(code: str, stream: bool) -> None:
     step, timeouts = LAYERS[code]
-    async with slow_server(step, timeouts=timeouts) as (server, assembly):
+    async with slow_server(step, timeouts=timeouts) as server:
         status, error, _ = await ended(server, {**BODY, "stream": stream})
         assert (status, error["code"], error["type"]) == (504, code, "server_error")
-        await at_rest(server, assembly)
+        await at_rest(server)
         (row,) = server.rows
         assert (row.status, row.code) == (504, code)
         assert (row.completion_tokens > 1) is (code != "first_token_timeout")  # one may come of the step that ran
@@ -93,7 +92,7 @@ async def test_each_layer_has_its_own_code_and_frees_everything(code: str, strea
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_queue_has_a_ceiling_below_the_first_token(stream: bool) -> None:
     timeouts = TimeoutsConfig(first_token_s=3, total_s=5)
-    async with slow_server(lambda n: 0.01, timeouts=timeouts, queue_timeout_s=0.2, seats=1) as (server, assembly):
+    async with slow_server(lambda n: 0.01, timeouts=timeouts, queue_timeout_s=0.2, seats=1) as server:
         long = asyncio.create_task(server.post("/v1/completions", {**BODY, "max_tokens": 150}))
         await until(lambda: server.engine.status().running["interactive"] == 1)
         status, error, headers = await ended(server, {**BODY, "stream": stream})
@@ -102,13 +101,13 @@ async def test_the_queue_has_a_ceiling_below_the_first_token(stream: bool) -> No
         began = time.monotonic()
         assert (await long)[0] == 200
         assert seconds / 2 - 1 <= time.monotonic() - began <= seconds * 2
-        await at_rest(server, assembly)
+        await at_rest(server)
         assert (server.rows[0].status, server.rows[0].prompt_tokens, server.rows[0].cost) == (503, 0, 0)
 
 
 async def test_a_reader_that_stalls_frees_its_seat_and_blocks() -> None:
     timeouts = TimeoutsConfig(write_stall_s=0.3)
-    async with slow_server(lambda n: 0.02, timeouts=timeouts, seats=6) as (server, assembly):
+    async with slow_server(lambda n: 0.02, timeouts=timeouts, seats=6) as server:
         server.site._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # connections inherit it
         host, port = server.url.removeprefix("http://").split(":")
         with socket.socket() as sock:
@@ -120,7 +119,7 @@ async def test_a_reader_that_stalls_frees_its_seat_and_blocks() -> None:
             await until(lambda: bool(server.rows))
         assert (server.rows[0].status, server.rows[0].code, server.rows[0].finish) == (499, "write_stalled", "abort")
         assert 0 < server.rows[0].completion_tokens < 400
-        await at_rest(server, assembly)
+        await at_rest(server)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -146,7 +145,7 @@ PRICES = PricesConfig(prefill=100.0, decode=100.0)
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_call_that_runs_out_of_time_says_what_it_costs(stream: bool) -> None:
-    async with slow_server(lambda n: 0.01, timeouts=TimeoutsConfig(), prices=PRICES) as (server, _):
+    async with slow_server(lambda n: 0.01, timeouts=TimeoutsConfig(), prices=PRICES) as server:
         _, error, headers = await ended(server, {**BODY, "stream": stream}, {DEADLINE: "300"})
         (row,) = server.rows
         assert 0 < row.cost < row.reserved
@@ -158,7 +157,7 @@ async def test_a_call_that_runs_out_of_time_says_what_it_costs(stream: bool) -> 
 
 async def test_an_error_does_not_wait_for_a_long_step_to_say_what_its_call_costs() -> None:
     timeouts = TimeoutsConfig(first_token_s=0.1)
-    async with slow_server(lambda n: 1.0, timeouts=timeouts, prices=PRICES) as (server, _):
+    async with slow_server(lambda n: 1.0, timeouts=timeouts, prices=PRICES) as server:
         began = time.monotonic()
         async with server.session.post(server.url + "/v1/completions", json=BODY) as response:
             assert response.status == 504
@@ -173,30 +172,30 @@ async def test_an_error_does_not_wait_for_a_long_step_to_say_what_its_call_costs
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_clients_deadline_ends_its_call(stream: bool) -> None:
-    async with slow_server(lambda n: 0.01, timeouts=TimeoutsConfig()) as (server, assembly):
+    async with slow_server(lambda n: 0.01, timeouts=TimeoutsConfig()) as server:
         began = time.monotonic()
         status, error, headers = await ended(server, {**BODY, "stream": stream}, {DEADLINE: "300"})
         assert 0.3 <= time.monotonic() - began < 2
         assert (status, error["code"]) == (504, "deadline_exceeded")
         assert stream or headers["x-should-retry"] == "false"
-        await at_rest(server, assembly)
+        await at_rest(server)
         assert server.rows[0].completion_tokens > 1
 
 
 async def test_a_deadline_counts_in_the_queue_and_a_call_in_time_never_sees_it() -> None:
-    async with slow_server(lambda n: 0.01, timeouts=TimeoutsConfig(), seats=1) as (server, assembly):
+    async with slow_server(lambda n: 0.01, timeouts=TimeoutsConfig(), seats=1) as server:
         body = {**BODY, "max_tokens": 80}
         long = asyncio.create_task(server.post("/v1/completions", body, headers={DEADLINE: "20000"}))
         await until(lambda: server.engine.status().running["interactive"] == 1)
         status, error, _ = await ended(server, BODY, {DEADLINE: "100"})
         assert (status, error["code"], server.rows[0].prompt_tokens) == (504, "deadline_exceeded", 0)
         assert (await long)[0] == 200
-        await at_rest(server, assembly)
+        await at_rest(server)
 
 
 async def test_the_servers_own_limit_holds_below_a_long_deadline() -> None:
     timeouts = TimeoutsConfig(token_gap_s=0.2, first_token_s=0.3, total_s=0.4)
-    async with slow_server(lambda n: 0.01, timeouts=timeouts) as (server, _):
+    async with slow_server(lambda n: 0.01, timeouts=timeouts) as server:
         assert (await ended(server, BODY, {DEADLINE: "60000"}))[1]["code"] == "total_timeout"
 
 
