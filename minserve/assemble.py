@@ -94,6 +94,8 @@ def _assemble(config: Config, observers: Sequence[Observer], progress: Report, s
     # After the backend, which meanwhile reads what it keeps of the weights; before them, since it may refuse.
     tokenizer = Tokenizer.from_source(loaded.tokenizer)
     template = read_template(config, loaded, tokenizer)
+    if template.built_in:
+        notes.append("The model has no chat template, so chats are written as ChatML: answers may suffer from it.")
     progress(f"loading weights on {backend.description}")
     model = load_model(loaded.checkpoint, backend, engine_config.max_model_len)
     num_blocks, max_model_len = size_cache(engine_config, backend, model.forward, model.spec, notes)

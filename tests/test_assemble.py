@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 from minserve.assemble import Assembly, assemble
 from minserve.backend.base import CheckpointError
 from minserve.config import Config, EngineConfig, ModelConfig
+from minserve.weights.dummy import load_dummy
+from tests.engines import tiny
 
 
 def with_template(path: Path) -> Assembly:
@@ -32,6 +35,14 @@ def test_a_template_that_is_none_is_said_before_weights_are_loaded(
     monkeypatch.setattr("minserve.assemble.load_model", None)
     with pytest.raises(CheckpointError, match="template"):
         with_template(path)
+
+
+def test_a_model_without_a_template_is_said_to_get_chatml(monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = replace(load_dummy("dummy"), chat_template=None)
+    monkeypatch.setattr("minserve.assemble.load_checkpoint", lambda _: bare)
+    assert [note for note in tiny().notes if "ChatML" in note]
+    monkeypatch.undo()
+    assert not [note for note in tiny().notes if "ChatML" in note]
 
 
 @pytest.mark.parametrize(

@@ -29,19 +29,18 @@ _RESERVED = frozenset({"messages", "bos_token", "eos_token", "add_generation_pro
 class ChatTemplate:
     """A model's template, compiled. source None: the built-in ChatML, and `built_in` says so.
 
-    bos_token, eos_token: what the template sees under these names; default: the tokenizer's. render and encode raise
-    RequestError (400) for messages that the template can't show. They may run in any thread.
+    render and encode raise RequestError (400) for messages that the template can't show. They may run in any thread.
     """
 
-    def __init__(self, source: str | None, tokenizer: Tokenizer, *, bos_token: str = "", eos_token: str = "") -> None:
+    def __init__(self, source: str | None, tokenizer: Tokenizer) -> None:
         self.built_in = source is None
         self.source = CHATML if source is None else source
         self._tokenizer = tokenizer
         self._template = Template(self.source)
         self._breaker = Breaker(tokenizer.special_texts)
         self._tokens = {
-            "bos_token": bos_token or tokenizer.token_text(tokenizer.bos_id),
-            "eos_token": eos_token or tokenizer.token_text(tokenizer.eos_id),
+            "bos_token": tokenizer.token_text(tokenizer.bos_id),
+            "eos_token": tokenizer.token_text(tokenizer.eos_id),
         }
         self._knows_developer = "developer" in self.source
         self._knows_system = self._shows_system()
