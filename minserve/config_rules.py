@@ -135,6 +135,8 @@ def _lengths(config: Config) -> Iterator[str]:
     for name in ("default_max_tokens", "default_completion_tokens"):
         if getattr(limits, name) > limits.max_tokens:
             yield f"limits.{name} ({getattr(limits, name)}) is more than limits.max_tokens ({limits.max_tokens})"
+    if config.engine.num_blocks == 1:
+        yield "engine.num_blocks (1) is less than the 2 that a KV cache needs; 0 takes as many as memory holds"
 
 
 def _accounts(config: Config) -> Iterator[str]:
