@@ -25,6 +25,7 @@ from typing import NamedTuple
 import msgspec
 
 from minserve.config import LedgerConfig
+from minserve.economics.retention import Retention
 from minserve.economics.rows import COLUMNS, INTERRUPTED, OPEN, REFUSED, Row
 from minserve.economics.schema import MIGRATIONS, LedgerError, open_database
 
@@ -37,8 +38,6 @@ RETRY_S = 1.0
 MAX_KEPT = 100_000  # rows kept for a repetition while the disk is full
 _WRITE = f"INSERT OR REPLACE INTO calls VALUES ({', '.join('?' * len(COLUMNS))})"
 _PROBE: Statement = (f"PRAGMA user_version = {len(MIGRATIONS)}", ())  # writes a page, and changes nothing
-_CLEAN_EVERY_S = 3600.0
-_CLEAN_ROWS = 2000  # a transaction; the writer must not be away for long
 
 
 def ledger_path(config: LedgerConfig, data_folder: Path) -> Path:
@@ -58,17 +57,17 @@ class Ledger:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.path = path
-        self._clock = clock
-        self._retention_s = retention_days * 86400.0
-        self._run_idle_s = run_idle_s
         self.database = open_database(path, durability)
+        self._retention = Retention(self.database, retention_days * 86400.0, run_idle_s, clock)
         self.interrupted = self._close_open_rows()
+        if self.interrupted:
+            log.warning("calls cut off by a crash, settled at what they had reserved: %d", self.interrupted)
         seq, call, reset = self.database.execute(
             "SELECT COALESCE(MAX(seq), 0), COALESCE(MAX(time), 0.0), (SELECT COALESCE(MAX(time), 0.0) FROM resets)"
             " FROM calls"
         ).fetchone()
         self.last_time: float = max(call, reset)
-        self.next_seq: int = seq + 1
+        self._next_seq: int = seq + 1
         self.available = True
         self.lost_rows = 0
         self._rows: dict[int, Row] = {}
@@ -79,7 +78,6 @@ class Ledger:
         self._under_way = 0
         self._jobs: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._clean_at = 0.0
 
     def _close_open_rows(self) -> int:
         """Rows that a dead process left open are settled at what they reserved: a caller may have had all of it."""
@@ -92,8 +90,8 @@ class Ledger:
     # -- on the event loop
 
     def number(self) -> int:
-        self.next_seq += 1
-        return self.next_seq - 1
+        self._next_seq += 1
+        return self._next_seq - 1
 
     async def commit(self, row: Row) -> None:
         """Write a row and wait until it is committed. LedgerError if it could not be; an open row is not kept then."""
@@ -220,7 +218,7 @@ class Ledger:
             if batches:
                 error = self._write(batches)
                 if error is None:
-                    self._clean()
+                    self._retention.clean()
                 if not loop.is_closed():
                     loop.call_soon_threadsafe(self._done, batches, error)
 
@@ -236,26 +234,6 @@ class Ledger:
         except sqlite3.Error as error:
             return LedgerError(str(error))
         return None
-
-    def _clean(self) -> None:
-        """Retention: a few rows after a batch, so that nobody waits for it, and whose failure is not the batch's. A run
-        that may go on keeps all of its rows: they hold its budget."""
-        now = self._clock()
-        if not self._retention_s or now < self._clean_at:
-            return
-        try:
-            with self.database:
-                deleted = self.database.execute(
-                    "DELETE FROM calls WHERE seq IN (SELECT seq FROM calls AS old WHERE time < ? AND finish <> ?"
-                    " AND NOT (run <> '' AND EXISTS (SELECT 1 FROM calls WHERE run <> '' AND key = old.key"
-                    " AND run = old.run AND time >= ?)) LIMIT ?)",
-                    (now - self._retention_s, OPEN, now - self._run_idle_s, _CLEAN_ROWS),
-                ).rowcount
-        except sqlite3.Error as error:
-            log.warning("old rows could not be deleted: %s", error)
-            deleted = 0
-        if deleted < _CLEAN_ROWS:
-            self._clean_at = now + _CLEAN_EVERY_S
 
 
 class _Batch(NamedTuple):

@@ -119,13 +119,16 @@ async def test_a_cancelled_waiter_does_not_disturb_the_others(tmp_path: Path) ->
     await ledger.close()
 
 
-async def test_open_rows_of_a_dead_process_are_settled_at_what_they_reserved(tmp_path: Path) -> None:
+async def test_open_rows_of_a_dead_process_are_settled_at_what_they_reserved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     ledger = Ledger(tmp_path / "l.db")
     await ledger.commit(row(1, asked_prompt=10, max_tokens=20, reserved=300))
     await ledger.commit(row(2, finish="stop", cost=5))
     ledger.database.close()  # the process dies: nothing is settled
     again = Ledger(tmp_path / "l.db")
     assert again.interrupted == 1
+    assert caplog.messages == ["calls cut off by a crash, settled at what they had reserved: 1"]
     assert again.number() == 3
     assert stored(again.path, "seq, finish, cost, prompt_tokens, completion_tokens") == [
         (1, "interrupted", 300, 10, 20),
@@ -240,7 +243,7 @@ async def test_rows_that_were_written_are_written_though_old_ones_can_not_be_del
 async def test_old_rows_are_deleted_a_few_at_a_time_and_open_ones_never(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("minserve.economics.ledger._CLEAN_ROWS", 10)
+    monkeypatch.setattr("minserve.economics.retention._ROWS", 10)
     day = 86400.0
     ledger = Ledger(tmp_path / "l.db", retention_days=1, clock=lambda: 10 * day)
     for i in range(25):
