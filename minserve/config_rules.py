@@ -135,8 +135,9 @@ def _lengths(config: Config) -> Iterator[str]:
     for name in ("default_max_tokens", "default_completion_tokens"):
         if getattr(limits, name) > limits.max_tokens:
             yield f"limits.{name} ({getattr(limits, name)}) is more than limits.max_tokens ({limits.max_tokens})"
-    if config.engine.num_blocks == 1:
-        yield "engine.num_blocks (1) is less than the 2 that a KV cache needs; 0 takes as many as memory holds"
+    for name in ("max_model_len", "num_blocks"):
+        if getattr(config.engine, name) == 1:
+            yield f"engine.{name} (1) has no room for a prompt and its answer; 0 takes what model and memory allow"
 
 
 def _accounts(config: Config) -> Iterator[str]:

@@ -90,6 +90,7 @@ def test_answers_that_may_shrink_but_never_do_are_doubtful() -> None:
         ),
         ({"server": {"allowed_origins": ["https://a.example/", "http://a.example/x"]}}, ["'http://a.example/x'"]),
         ({"limits": {"default_max_tokens": 9999}}, ["limits.default_max_tokens", "limits.max_tokens"]),
+        ({"engine": {"max_model_len": 1}}, ["engine.max_model_len"]),
         ({"engine": {"num_blocks": 1}}, ["engine.num_blocks"]),
         ({"keys": {"a": {"sha256": "abc", "user": "u"}}}, ["keys.a.sha256"]),
         (
