@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -80,12 +81,9 @@ async def test_a_prompt_that_can_never_fit_is_refused_at_once() -> None:
 
 
 def expiring(id: str, queue: float | None = None, total: float | None = None) -> Submission:
-    base = submission(PROMPT, id, max_tokens=100)
     now = time.monotonic()
-    return Submission(
-        base.id,
-        base.prompt,
-        base.params,
+    return replace(
+        submission(PROMPT, id, max_tokens=100),
         queue_deadline=None if queue is None else now + queue,
         deadline=None if total is None else now + total,
     )

@@ -40,7 +40,7 @@ def plain_probabilities(
     return [w / sum(weights) for w in weights], min(near)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     logits=st.lists(st.integers(-12, 12), min_size=1, max_size=200),
     temperature=st.sampled_from([0.3, 0.7, 1.0, 1.5, 3.0]),

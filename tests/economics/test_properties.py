@@ -131,13 +131,13 @@ async def live(seed: int, steps: int, crashes: bool) -> World:
         return world
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(st.integers(0, 2**32))
 def test_caps_hold_and_sums_agree_under_random_interleavings(seed: int) -> None:  # bug: 60 66
     asyncio.run(live(seed, steps=40, crashes=False))
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(st.integers(0, 2**32))
 def test_caps_hold_and_nothing_leaks_through_crashes(seed: int) -> None:  # bug: 66
     asyncio.run(live(seed, steps=40, crashes=True))

@@ -130,7 +130,7 @@ def replacements(architecture: str) -> st.SearchStrategy[list[Key]]:
     return st.lists(lies, max_size=2, unique_by=lambda lie: lie[0])
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(data=st.data(), architecture=st.sampled_from(sorted(ARCHITECTURES)))
 def test_a_lying_file_is_refused_or_makes_a_model(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, architecture: str

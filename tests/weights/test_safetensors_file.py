@@ -186,7 +186,7 @@ VALID = safetensors_bytes(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     edits=st.lists(st.tuples(st.integers(0, len(VALID) - 1), st.integers(0, 255)), max_size=6),
     cut=st.integers(0, len(VALID)),
