@@ -26,7 +26,7 @@ from minserve.weights.checkpoint import load_checkpoint
 from minserve.weights.hub import resolve
 from minserve.weights.loaded import GenerationDefaults, LoadedModel
 
-Report = Callable[[str], None]  # one line about what is happening now
+Say = Callable[[str], None]  # a line for whoever waits
 Fetch = Callable[[Config], Path]  # makes sure that the model's files are here, and says where
 
 
@@ -71,7 +71,7 @@ def assemble(
     config: Config,
     *,
     observers: Sequence[Observer] = (),
-    progress: Report = lambda _: None,
+    progress: Say = lambda _: None,
     fetch: Fetch = files_of,
 ) -> Assembly:
     """Load everything and compile. CheckpointError, BackendError or DownloadError, each a clear sentence.
@@ -83,7 +83,7 @@ def assemble(
     return assembly
 
 
-def _assemble(config: Config, observers: Sequence[Observer], progress: Report, source: Path) -> Assembly:
+def _assemble(config: Config, observers: Sequence[Observer], progress: Say, source: Path) -> Assembly:
     engine_config = config.engine
     progress(f"reading {source}")
     loaded = load_checkpoint(source)

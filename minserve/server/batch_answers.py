@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from msgspec import structs
 
+from minserve.assemble import Say
 from minserve.async_engine import GAVE_UP
 from minserve.backend.base import BackendError
 from minserve.config import Config
@@ -23,7 +24,7 @@ from minserve.server.batch_lines import Line
 from minserve.server.calls import Calls
 from minserve.server.errors import error_body
 from minserve.server.json_body import parse_object
-from minserve.server.serve import Say, opened
+from minserve.server.serve import opened
 from minserve.server.services import Services
 
 _READERS = 32  # lines that are tokenized at once; the tokenizer's queue is short

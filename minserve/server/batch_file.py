@@ -17,6 +17,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
+from minserve.assemble import Say
 from minserve.backend.base import BackendError
 from minserve.config import Config
 from minserve.observe.log import setup
@@ -25,7 +26,7 @@ from minserve.server.batch_answers import Answers, engine_answers
 from minserve.server.batch_lines import BatchError, Key, Line, read_lines, scan
 from minserve.server.batch_results import Results, answered, faulty, read_results
 from minserve.server.batch_server import server_answers
-from minserve.server.serve import FAULTS, Say
+from minserve.server.serve import FAULTS
 from minserve.server.signals import install_signals
 
 _MAX_PAUSE_S = 60.0

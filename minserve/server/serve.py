@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from minserve.assemble import Assembly, Fetch, assemble, default_name, files_of, memory_fraction
+from minserve.assemble import Assembly, Fetch, Say, assemble, default_name, files_of, memory_fraction
 from minserve.async_engine import AsyncEngine
 from minserve.backend.base import BackendError, CheckpointError
 from minserve.config import Config
@@ -37,7 +37,6 @@ log = logging.getLogger("minserve.server")
 
 FAULTS = (PortInUse, LedgerError, CheckpointError, BackendError, DownloadError, OSError, ValueError)
 
-Say = Callable[[str], None]
 Meanwhile = Callable[[Accounting], contextlib.AbstractAsyncContextManager[None]]
 
 
