@@ -129,18 +129,9 @@ def bench(**options: Any) -> None:
 async def _run(options: dict[str, Any], console: Any) -> dict[str, Any]:
     from rich.progress import Progress
 
-    from minserve.bench.client import Target
     from minserve.bench.run import Plan, run
     from minserve.bench.workload import cut_by_characters, prompts
 
-    body = {
-        "max_tokens": options["random_output_len"],
-        "temperature": options["temperature"],
-        "ignore_eos": options["ignore_eos"],
-        **({"model": options["model"]} if options["model"] else {}),
-        **options["extra_body"],
-    }
-    headers = {"authorization": f"Bearer {options['api_key']}"} if options["api_key"] else {}
     cut = exact_cut(options["tokenizer"]) if options["tokenizer"] else cut_by_characters
     texts = prompts(
         options["num_prompts"],
@@ -159,7 +150,7 @@ async def _run(options: dict[str, Any], console: Any) -> dict[str, Any]:
     with Progress(console=console, transient=True, disable=options["disable_tqdm"] or not console.is_terminal) as bar:
         task = bar.add_task("requests", total=len(texts))
         summary, _ = await run(
-            Target(options["base_url"] + options["endpoint"], "chat" in options["endpoint"], body, headers),
+            _target(options),
             texts,
             plan,
             percentiles=options["metric_percentiles"],
@@ -167,6 +158,20 @@ async def _run(options: dict[str, Any], console: Any) -> dict[str, Any]:
             progress=lambda done: bar.update(task, completed=done),
         )
     return summary
+
+
+def _target(options: dict[str, Any]) -> Any:
+    from minserve.bench.client import Target
+
+    body = {
+        "max_tokens": options["random_output_len"],
+        "temperature": options["temperature"],
+        "ignore_eos": options["ignore_eos"],
+        **({"model": options["model"]} if options["model"] else {}),
+        **options["extra_body"],
+    }
+    headers = {"authorization": f"Bearer {options['api_key']}"} if options["api_key"] else {}
+    return Target(options["base_url"] + options["endpoint"], "chat" in options["endpoint"], body, headers)
 
 
 def exact_cut(path: str) -> Any:
