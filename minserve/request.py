@@ -300,6 +300,9 @@ class Submission:
     deadline: float | None = None
 
 
+PHASES = ("plan", "build", "run", "commit", "deliver")  # of a step, in order; fields of StepRecord
+
+
 @dataclass(frozen=True, slots=True)
 class StepRecord:
     """What observers learn of one step. Durations in seconds.

@@ -19,7 +19,7 @@ from prometheus_client.core import InfoMetricFamily, Metric
 
 from minserve.observe.gauges import Gauges, families
 from minserve.observe.histogram import Histogram
-from minserve.request import Pool, RequestOutcome, StepRecord
+from minserve.request import PHASES, Pool, RequestOutcome, StepRecord
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -37,7 +37,6 @@ LATENCY_BUCKETS = (
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 TOKEN_BUCKETS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
-PHASES = ("plan", "build", "run", "commit", "deliver")
 STEP_BUCKETS = (1.0, *(float(2**e) for e in range(3, 15)))
 CHOICE_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)
 PREEMPTION_BUCKETS = (0.0, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from minserve.observe.sketch import Window
-from minserve.request import Pool, RequestOutcome, StepRecord
+from minserve.request import PHASES, Pool, RequestOutcome, StepRecord
 
 _SLICE_S = 2.0
 
@@ -116,7 +116,7 @@ class Numbers:
         wall = max(min(self._window, now - self._started), 1e-9)
         slices = self._slices
         run = sum(s.run for s in slices)
-        parts = {name: sum(getattr(s, name) for s in slices) for name in ("plan", "build", "run", "commit", "deliver")}
+        parts = {name: sum(getattr(s, name) for s in slices) for name in PHASES}
         queries = sum(s.queries for s in slices)
         return Snapshot(
             window=wall,
