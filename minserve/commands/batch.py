@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,9 @@ def batch(
             bar.update(task, completed=done, total=total, description=f"lines, {failed} failed" if failed else "lines")
 
         def say(line: str) -> None:
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            # Its reader may be gone, as a `tee` is after the same Ctrl-C: lines that run must not end for that.
+            with suppress(OSError, SystemExit):  # Rich's for a broken pipe
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
 
         work = Batch(source, target, concurrency, api_key, url)
         status = run(settings.config, work, progress=progress, say=say)

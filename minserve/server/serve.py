@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -200,7 +201,10 @@ def say_ready(config: Config, address: str, say: Say) -> None:
 
 
 def _print(line: str) -> None:
-    print(line, flush=True)
+    try:
+        print(line, flush=True)
+    except OSError:  # its reader is gone, as a `tee` is after the same Ctrl-C: what runs must not end for that
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _succeed(future: asyncio.Future[Assembly], assembly: Assembly) -> None:

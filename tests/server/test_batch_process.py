@@ -67,6 +67,15 @@ async def test_a_file_that_another_process_writes_is_refused_at_once(tmp_path: P
     await results.close()
 
 
+def test_a_run_goes_on_though_nobody_reads_what_it_says(tmp_path: Path) -> None:
+    write(tmp_path / "in.jsonl", line("a", COMPLETION | {"model": "dummy"}))
+    process = minserve_batch(tmp_path)
+    assert process.stderr is not None
+    process.stderr.close()
+    assert process.wait(60) == Status.COMPLETE
+    assert len(results_of(tmp_path / "out.jsonl")) == 1
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
 def test_a_run_that_is_terminated_goes_on_where_it_stopped(tmp_path: Path) -> None:

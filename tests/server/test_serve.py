@@ -52,6 +52,11 @@ class Process:
     async def address(self) -> str:
         return (await self.line(r"Chat +(http://\S+)"))[1]
 
+    async def hang_up(self) -> None:
+        """Read no further, as a pipe's other end that has died."""
+        self.process._transport.get_pipe_transport(1).close()  # type: ignore[attr-defined]
+        await asyncio.sleep(0)
+
     async def end(self, timeout: float = 20) -> int:
         assert self.process.stdout is not None
         async with asyncio.timeout(timeout):
@@ -92,6 +97,17 @@ async def test_a_signal_drains_and_the_process_ends_well(tmp_path: Path) -> None
     # The ledger was flushed: a second server finds it, and the data folder free again.
     async with serve(tmp_path, "--port", "0") as server:
         await server.address()
+
+
+async def test_what_runs_is_drained_though_nobody_reads_what_it_prints(tmp_path: Path) -> None:
+    async with serve(tmp_path, "--port", "0") as server, session() as http:
+        address = await server.address()
+        async with http.post(address + "/v1/completions", json=BODY | {"max_tokens": 50}) as response:
+            await response.content.readuntil(b'"text"')
+            await server.hang_up()
+            server.process.send_signal(signal.SIGTERM)
+            assert '"finish_reason":"length"' in (await response.read()).decode()
+        assert await server.process.wait() == 0
 
 
 # bug: 63
