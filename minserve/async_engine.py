@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from minserve.batch import StepResult
 from minserve.engine import Delivery, Engine, step_failed
-from minserve.policy.admission import Accept, Load, admit, queue_timeout
+from minserve.policy.admission import Load, admit, queue_timeout
 from minserve.policy.forecast import Forecast
 from minserve.request import Pool, RequestError, Submission
 from minserve.status import EngineStatus, LiveRequest, State
@@ -74,9 +74,9 @@ class AsyncEngine:
             raise RequestError("The server is shutting down.", status=503, code="draining", retry_after=5)
         load = self._load(submissions[0].pool)
         for submission in submissions:
-            verdict = admit(submission, self.engine.scheduler.limits, load)
-            if not isinstance(verdict, Accept):
-                raise verdict.error()
+            refusal = admit(submission, self.engine.scheduler.limits, load)
+            if refusal is not None:
+                raise refusal.error()
         return [self._open(submission) for submission in submissions]
 
     def _open(self, submission: Submission) -> Stream:
@@ -95,7 +95,7 @@ class AsyncEngine:
             return False
         self._inbox.append((submission_id, error))
         if not self._stepping:
-            self._drain_inbox()
+            self._empty_inbox()
         return True
 
     def status(self) -> EngineStatus:
@@ -162,7 +162,7 @@ class AsyncEngine:
     async def _loop(self) -> None:
         try:
             while self.failure is None and self.state is not State.STOPPED:
-                self._drain_inbox()
+                self._empty_inbox()
                 if not self.engine.has_work:
                     self._wake.clear()
                     await self._wake.wait()
@@ -205,7 +205,7 @@ class AsyncEngine:
         self._deliver(self.engine.complete(step, result))
         self._finished(step)
 
-    def _drain_inbox(self) -> None:
+    def _empty_inbox(self) -> None:
         inbox, self._inbox = self._inbox, []
         for submission_id, error in inbox:
             self._deliver(self.engine.abort(submission_id, error))

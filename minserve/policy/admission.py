@@ -27,13 +27,8 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Accept:
-    """It may wait; sooner or later it runs."""
-
-
-@dataclass(frozen=True, slots=True)
 class Reject:
-    """It may not. retry_after: seconds, where trying again makes sense."""
+    """Why it may not wait. retry_after: seconds, where trying again makes sense."""
 
     status: int
     code: str
@@ -45,8 +40,11 @@ class Reject:
         return RequestError(self.message, status=self.status, code=self.code, param=param, retry_after=self.retry_after)
 
 
-def admit(submission: Submission, limits: Limits, load: Load) -> Accept | Reject:
-    """Refuse what can never run (400) and what would wait behind a full queue (503, with the time to come back)."""
+def admit(submission: Submission, limits: Limits, load: Load) -> Reject | None:
+    """Refuse what can never run (400) and what would wait behind a full queue (503, with the time to come back).
+
+    None: it may wait; sooner or later it runs.
+    """
     refusal = never_fits(len(submission.prompt), limits)
     if refusal is not None:
         return refusal
@@ -58,7 +56,7 @@ def admit(submission: Submission, limits: Limits, load: Load) -> Accept | Reject
             f"{load.max_queue}. Try again later.",
             retry_after=retry_after(load.wait),
         )
-    return Accept()
+    return None
 
 
 def retry_after(wait: float) -> float:

@@ -17,7 +17,7 @@ from numba import types
 
 from minserve.backend.base import StepLimits
 from minserve.backend.numba_backend.arena import aligned
-from minserve.backend.numba_backend.jit import entry
+from minserve.backend.numba_backend.jit import entry, inlined
 from minserve.backend.numba_backend.kv_memory import KVMemory, place
 from minserve.backend.numba_backend.layout import (
     BLOCK,
@@ -55,6 +55,13 @@ _NAMES = {
     LOGIT_ROWS: "logit_rows",
 }
 _NO_MASK = np.zeros((0, 0), np.uint32)
+
+
+@inlined
+def set_header(header, tokens, requests, rows):
+    set_i64(header, T_ROWS, tokens)
+    set_i64(header, REQUESTS, requests)
+    set_i64(header, S_ROWS, rows)
 
 
 @entry(_INT, _INTS, _INTS, _INTS, _INTS, _INTS, _TABLE, _INTS, _INT, _INT)
@@ -98,9 +105,7 @@ def stage(ids, positions, slots, starts, lengths, tables, logit_rows, words, bou
         if not 0 <= logit_rows[s] < tokens:
             return LOGIT_ROWS
         set_i32(i64(words, LOGIT_ROWS), s, np.int64(logit_rows[s]))
-    set_i64(i64(words, HEADER), T_ROWS, tokens)
-    set_i64(i64(words, HEADER), REQUESTS, requests)
-    set_i64(i64(words, HEADER), S_ROWS, len(logit_rows))
+    set_header(i64(words, HEADER), tokens, requests, len(logit_rows))
     return _FINE
 
 

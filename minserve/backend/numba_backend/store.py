@@ -38,15 +38,19 @@ class PackedStore:
         self._path = cache_folder() / "packed" / f"{name}-{VERSION}.bin" if name else None
         self._stored: dict[str, Bytes] = {}
         self._fresh: dict[str, Bytes] = {}
-        self._reading = threading.Thread(target=self._read, name="minserve-weights", daemon=True)
-        self._reading.start()
-
-    def _read(self) -> None:
+        self._reading: threading.Thread | None = None
         if self._path is not None:
-            self._stored = read(self._path)
+            self._reading = threading.Thread(
+                target=self._read, args=(self._path,), name="minserve-weights", daemon=True
+            )
+            self._reading.start()
+
+    def _read(self, path: Path) -> None:
+        self._stored = read(path)
 
     def get(self, key: str, nbytes: int) -> Bytes | None:
-        self._reading.join()
+        if self._reading is not None:
+            self._reading.join()
         data = self._stored.get(key)
         return data if data is not None and len(data) == nbytes else None
 
@@ -103,7 +107,7 @@ def read(path: Path) -> dict[str, Bytes]:
             if file.readinto(memoryview(data)) != total:  # type: ignore[arg-type]
                 return {}
         os.utime(path)
-    except (OSError, ValueError, AttributeError, TypeError):
+    except (OSError, ValueError, AttributeError, TypeError, MemoryError):
         return {}
     return {key: data[at : at + n] for key, (at, n) in index.items()}
 

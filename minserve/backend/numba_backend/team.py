@@ -4,9 +4,9 @@ Owns the threads and their barrier. It must not know what a tape computes. The l
 like the others. All of them run the same rows (SPMD), each doing its share, and meet at spin barriers.
 
 Between steps workers spin a little, since the next step of a busy server follows within a millisecond, and then park
-in a semaphore of Python's, which costs no CPU. Waking a parked worker takes about 0.1 ms. Parking: a worker sets its
-flag, then looks at the step number again; the leader raises the number, then clears the flags. Whoever reads a set flag
-from its swap owns the wake-up, so none is lost and none is given twice.
+in a semaphore of Python's, which costs no CPU; waking one takes up to a millisecond, since it needs the GIL. Parking: a
+worker sets its flag, then looks at the step number again; the leader raises the number, then clears the flags. Whoever
+reads a set flag from its swap owns the wake-up, so none is lost and none is given twice.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
@@ -30,7 +30,7 @@ from minserve.backend.numba_backend.simd_types import I32, I64, call, op, pointe
 from minserve.backend.numba_backend.tape import HEAD, WIDTH, Tape
 
 SPINS_BEFORE_YIELD = 100  # polls of a barrier before the core is offered to others: a shared machine must not stall
-SPINS_BEFORE_PARKING = 200_000  # about 5 ms: longer than a busy server needs between two steps; a wake-up costs 2 ms
+SPINS_BEFORE_PARKING = 200_000  # about 5 ms: longer than a busy server needs between two steps
 LINE_WORDS = 16  # int64 words from one thread's flag to the next: no two share a cache line
 STEP, STOP, PARKED = 1, 2, 3  # lines of the board; line 0 is the barrier's counter, PARKED + t the flag of worker t
 
