@@ -18,5 +18,8 @@ export function keepPlace(change) {
   if (following) toEnd();
 }
 
-scroller.addEventListener("scroll", () => (button.hidden = atEnd()), { passive: true });
+let following = true; // after the latest scrolling
+scroller.addEventListener("scroll", () => (button.hidden = following = atEnd()), { passive: true });
+// What stands below the conversation grows: the message field with its text, the context's meter.
+new ResizeObserver(() => following && toEnd()).observe(scroller);
 button.addEventListener("click", toEnd);

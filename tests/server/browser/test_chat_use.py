@@ -65,6 +65,23 @@ async def test_a_long_answer_can_be_read_with_the_keyboard(open_page: Open) -> N
         await expect(page.locator(".message").first).to_be_in_viewport()
 
 
+async def test_the_end_of_an_answer_stays_in_sight_while_the_field_grows(open_page: Open) -> None:
+    async with serving(FakeEngine(say("word\n\n" * 200))) as server:
+        page = await open_page(server)
+        await send(page, "Hi")
+        await idle(page)
+        last = page.get_by_role("button", name="Try again")
+        await expect(last).to_be_in_viewport(ratio=1)
+        await page.locator("#input").fill("line\n" * 8)
+        await expect(last).to_be_in_viewport(ratio=1)
+        await page.reload()
+        await expect(page.locator("#context")).to_be_visible()
+        await expect(last).to_be_in_viewport(ratio=1)
+        await page.locator(".message").first.scroll_into_view_if_needed()
+        await page.locator("#input").fill("line\n" * 8)
+        await expect(page.locator(".message").first).to_be_in_viewport()
+
+
 async def test_enter_sends_and_shift_enter_does_not(open_page: Open) -> None:
     async with serving(FakeEngine(say("Hello"))) as server:
         page = await open_page(server)
