@@ -4,6 +4,9 @@ Owns attention's arithmetic. It must not know requests or threads: which rows an
 attention_task.py and attention.py. Keys and values are bfloat16, laid out for bf16_tile (layout.py): the lanes of a
 score are 16 tokens, those of a sum 16 dims, and all rows of the tile share each load.
 
+Where few rows share the keys, memory is what limits, and the processor's own prefetching ends where a chunk does: so
+values are fetched while their keys are read, and the next task's keys while values are.
+
 Scores are in units of ln 2 (the queries are scaled by log2 e), so that weights are powers of two.
 """
 
@@ -12,7 +15,7 @@ Scores are in units of ln 2 (the queries are scaled by log2 e), so that weights 
 from __future__ import annotations
 
 from minserve.backend.numba_backend.dot import bf16_tile
-from minserve.backend.numba_backend.jit import helper, merged
+from minserve.backend.numba_backend.jit import helper, inlined, merged
 from minserve.backend.numba_backend.layout import BLOCK
 from minserve.backend.numba_backend.mathlib import F, vexp2, vtanh
 from minserve.backend.numba_backend.simd_math import hmax, hsum, splat, vmax
@@ -40,20 +43,17 @@ def load_queries(row, i, dim, scale, q, r, n_rows, scratch):
 
 
 @merged
-def scores(zero, n_rows, q, keys, table, first, last, dim, s, ahead, ahead_table):
-    """s [blocks][rows][16 tokens] = q . k for blocks first..last of a request's table.
-
-    ahead, ahead_table: keys and block ids of the task that follows, as many blocks of which are fetched meanwhile; 0:
-    nothing is.
-    """
+def scores(zero, n_rows, q, cache, first, last, dim, s, fetch_values):
+    """s [blocks][rows][16 tokens] = q . k for blocks first..last of a request's table. fetch_values: whether theirs are
+    fetched meanwhile."""
+    keys, values, table = cache
     nbytes = BLOCK * dim * 2
     for c in range(first, last):
-        block = keys + i32(table, c) * nbytes
+        block, wanted = keys + i32(table, c) * nbytes, values + i32(table, c) * nbytes
         tile = zero
-        if ahead:
-            follower = ahead + i32(ahead_table, c - first) * nbytes
+        if fetch_values:
             for d in range(dim // 2):
-                prefetch_l2(follower + d * 64)
+                prefetch_l2(wanted + d * 64)
                 tile = bf16_tile(tile, load_u8(block, d * 64), q, d * n_rows * 4, 1)
         else:
             for d in range(dim // 2):
@@ -94,12 +94,21 @@ def softmax_row(s, r, n_rows, first, last, first_key, last_key, cap, mask, weigh
     return largest, hsum(total)
 
 
+@inlined
+def fetch(start, nbytes):
+    for line in range(0, nbytes, 64):
+        prefetch_l2(start + line)
+
+
 @merged
-def weighted_values(zero, n_rows, weights, values, table, first, last, dim, out):
+def weighted_values(zero, n_rows, weights, cache, first, last, dim, out, ahead):
     """out [rows][dim] = weights . v, summed over the blocks in registers. v [token pairs][dim][2].
 
     Small tiles take 64 dims at a time, so that values are read from memory in the order in which they lie.
+    ahead: keys and block ids of the task that follows, as many blocks of which are fetched meanwhile; keys 0: none.
     """
+    _, values, table = cache
+    follower, follower_table = ahead
     nbytes, j = BLOCK * dim * 2, 0
     if len(zero) <= 4:
         while j + 64 <= dim:
@@ -107,6 +116,8 @@ def weighted_values(zero, n_rows, weights, values, table, first, last, dim, out)
             for i in range(first, last):
                 v = values + i32(table, i) * nbytes + j * 4
                 w = weights + (i - first) * n_rows * 32
+                if follower:
+                    fetch(follower + i32(follower_table, i - first) * nbytes + j * 32, 64 * 32)
                 for t in range(BLOCK // 2):
                     a = bf16_tile(a, load_u8(v, t * dim * 4), w, t * 4, 8)
                     b = bf16_tile(b, load_u8(v, t * dim * 4 + 64), w, t * 4, 8)
@@ -122,6 +133,8 @@ def weighted_values(zero, n_rows, weights, values, table, first, last, dim, out)
         for i in range(first, last):
             v = values + i32(table, i) * nbytes + j * 4
             w = weights + (i - first) * n_rows * 32
+            if follower:
+                fetch(follower + i32(follower_table, i - first) * nbytes + j * 32, 16 * 32)
             for t in range(BLOCK // 2):
                 tile = bf16_tile(tile, load_u8(v, t * dim * 4), w, t * 4, 8)
         tile_store(tile, out, j, dim)
@@ -132,12 +145,11 @@ def weighted_values(zero, n_rows, weights, values, table, first, last, dim, out)
 def attend_chunk(shape, n_rows, q, cache, first, last, dim, limits, cap, mask, s, weights, out, stats, ahead):
     """One chunk of keys: out [rows][dim] unnormalized sums, stats [rows][2] maximum and denominator. cache: addresses
     of keys, values and block ids; ahead: of keys and block ids of the task that follows."""
-    keys, values, table = cache
     zero = zeros_like(shape)
-    scores(zero, n_rows, q, keys, table, first, last, dim, s, ahead[0], ahead[1])
+    scores(zero, n_rows, q, cache, first, last, dim, s, ahead[0] != 0)
     for r in range(n_rows):
         first_key, last_key = i64(limits, 2 * r), i64(limits, 2 * r + 1)
         top, total = softmax_row(s, r, n_rows, first, last, first_key, last_key, cap, mask, weights)
         set_f32(stats, 2 * r, top)
         set_f32(stats, 2 * r + 1, total)
-    weighted_values(zero, n_rows, weights, values, table, first, last, dim, out)
+    weighted_values(zero, n_rows, weights, cache, first, last, dim, out, ahead)
