@@ -28,7 +28,7 @@ from minserve.request import (
     TokenEvent,
 )
 from minserve.runner import Runner
-from minserve.scheduler import Scheduler
+from minserve.scheduler import Counts, Scheduler
 from minserve.step import Step
 from minserve.text.tokenizer import Tokenizer
 from minserve.transcript import Transcript
@@ -80,6 +80,7 @@ class Engine:
         self.paused: frozenset[Pool] = frozenset()  # pools that get nothing in the next steps
         self._transcripts: dict[str, Transcript] = {}
         self._groups: dict[str, list[str]] = {}
+        self._counts = scheduler.counts()  # as the latest step left them
 
     # -- requests come and go, between steps
 
@@ -173,14 +174,13 @@ class Engine:
         if step.plan.chunks:
             self.pace.observe(step.decode_tokens, step.prefill_tokens, started - step.started)
         ideal = self.runner.ideal_seconds(step.batch) if step.plan.chunks else 0.0
-        counts = self.scheduler.counts()
-        self._notify(step.record(counts, ideal=ideal, commit=now - started, deliver=delivered - now))
+        self._notify(step.record(*self._counted(), ideal=ideal, commit=now - started, deliver=delivered - now))
         return out
 
     def fail(self, step: Step, error: RequestError) -> list[Delivery]:
         """A step that raised ends its own requests and nobody else's."""
         out = [self._end(event) for event in self.scheduler.fail(step.plan, error)]
-        self._notify(step.record(self.scheduler.counts(), failed=error.message))
+        self._notify(step.record(*self._counted(), failed=error.message))
         return out
 
     def fail_all(self, error: RequestError) -> list[Delivery]:
@@ -223,6 +223,11 @@ class Engine:
         outcome = transcript.outcome(delta.finish or FinishReason.ERROR, delta.error, self.clock())
         self._notify(outcome)
         return Delivery(request.group, delta, outcome)
+
+    def _counted(self) -> tuple[Counts, Counts]:
+        """The counts that the step before left, and those of now."""
+        before, self._counts = self._counts, self.scheduler.counts()
+        return before, self._counts
 
     def _notify(self, record: StepRecord | RequestOutcome) -> None:
         for observer in self.observers:

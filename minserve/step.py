@@ -44,6 +44,7 @@ class Step:
 
     def record(
         self,
+        before: Counts,
         counts: Counts,
         *,
         ideal: float = 0.0,
@@ -69,8 +70,8 @@ class Step:
             blocks_total=counts.blocks_total,
             blocks_free=counts.blocks_free,
             blocks_cached=counts.blocks_cached,
-            prefix_queries=counts.prefix_queries,
-            prefix_hits=counts.prefix_hits,
+            prefix_queries=counts.prefix_queries - before.prefix_queries,
+            prefix_hits=counts.prefix_hits - before.prefix_hits,
             ttfts=tuple(self.ttfts),
             gaps=tuple(self.gaps),
             failed=failed,

@@ -50,6 +50,15 @@ def test_batch_mates_preemption_and_prefix_hits_do_not_change_the_text(alone: di
     assert again.outcomes["again", 0].usage.cached > 0
 
 
+def test_a_steps_record_has_the_prefix_lookups_of_that_step() -> None:
+    records = Records()
+    engine = tiny(observers=[records]).engine
+    for name in ("first", "again"):
+        outcome = run(engine, submission(PROMPT, name, max_tokens=8, ignore_eos=True)).outcomes[name, 0]
+    assert sum(step.prefix_queries for step in records.steps) == 2 * len(PROMPT)
+    assert sum(step.prefix_hits for step in records.steps) == outcome.usage.cached > 0
+
+
 def test_n_choices_share_one_prefill_and_equal_choices_of_their_own_seed(alone: dict[str, list[int]]) -> None:
     records = Records()
     engine = tiny(num_blocks=128, max_num_seqs=8, max_num_batched_tokens=64, observers=[records]).engine
