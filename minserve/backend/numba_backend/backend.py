@@ -202,7 +202,6 @@ class NumbaBackend:
         return weight.nbytes
 
     def build(self, forward: Forward, spec: ModelSpec, limits: StepLimits) -> NumbaProgram:
-        self.peaks()  # measured while nothing else runs
         program = NumbaProgram(
             forward, spec, limits, threads=self.threads, accurate=self._accurate, progress=self._progress
         )

@@ -39,8 +39,8 @@ class KVMemory:
     """layers: the cache of each. run: blocks of a head that are adjacent. jump: blocks between one run and the next.
 
     Pages cost memory only once they are taken, and then time: as much as a step for one of 2 MiB, where a virtual
-    machine gets it from its host. So the first ones are taken beside the rest of the start (`take_first`), and later
-    each step touches one page of the run behind the last one in use (`touch_ahead`).
+    machine gets it from its host. So the first step, which warms the server up, has the first ones taken beside it
+    (`take_first`), and later each step touches one page of the run behind the last one in use (`touch_ahead`).
     """
 
     def __init__(self, kv: Sequence[KVSpec], num_blocks: int) -> None:
@@ -60,6 +60,7 @@ class KVMemory:
         self._run_bytes = self._bytes.nbytes // max(1, runs)
         self._last = -1  # the last block in use, ever
         self._touched = 0  # bytes from the start
+        self._taking = False  # whether the first pages were asked for
         self.layers: list[LayerCache] = []
         first, at = 0, 0
         for layer, count in zip(kv, counts, strict=True):
@@ -75,6 +76,7 @@ class KVMemory:
 
         It writes nothing, so steps may run beside it. Systems that can't do that leave it to `touch_ahead`.
         """
+        self._taking = True
         thread = threading.Thread(target=self._populate, name="minserve-pages", daemon=True)
         thread.start()
         return thread
@@ -92,6 +94,8 @@ class KVMemory:
 
     def touch_ahead(self, slots: Int32) -> None:
         """Before a step that writes to these slots, as they come from the batch."""
+        if not self._taking:
+            self.take_first()
         if not slots.size:
             return
         self._last = max(self._last, int(slots.max()) // BLOCK)

@@ -56,7 +56,6 @@ class NumbaProgram:
         self._spec, self._limits = spec, limits
         self._seats = Seats(spec.vocab_size)
         self.memory = KVMemory(spec.kv, limits.num_blocks)
-        self.memory.take_first()
         self.buffers = StepBuffers(limits, spec.vocab_size, self.memory)
         result = forward(Recorder(), None, self.memory.layers)
         if not isinstance(result, Value) or result.rows != S_ROWS or result.cols != spec.vocab_size:
