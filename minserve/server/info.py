@@ -167,7 +167,9 @@ class InfoRoutes:
         """
         calls = self._s.gateway.live
         now = dataclasses.asdict(self._s.engine.status())
-        steps = request.query.get("steps", "")
+        steps = request.query.get("steps", "0")
+        if not steps.isdecimal() or len(steps) > 4:
+            raise RequestError("`steps` must be a whole number from 0 to 9999.", param="steps")
         body: dict[str, Any] = {
             "model": self._s.model.name,
             "version": minserve.__version__,
@@ -175,7 +177,7 @@ class InfoRoutes:
             **now,
             "calls": calls,
             "tokenizing": self._s.text.waiting,
-            **self._s.telemetry.report(calls, int(steps) if steps.isdecimal() and len(steps) < 5 else 0),
+            **self._s.telemetry.report(calls, int(steps)),
         }
         if request.query.get("requests") == "1":
             body["requests"] = [dataclasses.asdict(live) for live in self._s.engine.requests()]

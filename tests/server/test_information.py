@@ -156,6 +156,12 @@ async def test_status_says_what_is_going_on(server: Server) -> None:
     assert set((await server.get("/version"))[1]) == {"version"}
 
 
+@pytest.mark.parametrize("steps", ["abc", "-1", "1.5", "10000", ""])
+async def test_a_count_of_steps_that_is_none_is_refused_by_name(server: Server, steps: str) -> None:
+    status, reply = await server.get(f"/status?steps={steps}")
+    assert (status, reply["error"]["param"]) == (400, "steps")
+
+
 async def test_the_page_is_served_with_its_files(server: Server) -> None:
     async with server.session.get(server.url + "/") as response:
         assert response.content_type == "text/html"
