@@ -71,15 +71,13 @@ class KVMemory:
                 self.layers.append(LayerCache(words[at : at + count].reshape(1, layer.kv_heads, 2, self.run, -1)))
             first, at = first + layer.kv_heads, at + count
 
-    def take_first(self) -> threading.Thread:
+    def take_first(self) -> None:
         """Have the system give what the first requests will fill, on a thread that ends by itself.
 
         It writes nothing, so steps may run beside it. Systems that can't do that leave it to `touch_ahead`.
         """
         self._taking = True
-        thread = threading.Thread(target=self._populate, name="minserve-pages", daemon=True)
-        thread.start()
-        return thread
+        threading.Thread(target=self._populate, name="minserve-pages", daemon=True).start()
 
     def _populate(self) -> None:
         if sys.platform != "linux":
