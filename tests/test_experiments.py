@@ -36,7 +36,7 @@ def test_a_crash_while_32_calls_run_loses_nothing_that_was_settled() -> None:  #
 def test_far_too_many_calls_are_all_answered() -> None:
     """Wide bounds: the machine that runs tests does other things too, now more, now less. Few but long answers: the
     client of hundreds of short ones a second takes the processor from the server that it measures."""
-    short = ("--times", "4", "--seconds", "4", "--calm", "2", "--warmup", "0.5", "--tokens", "200", "--refusals", "10")
+    short = ("--times", "5", "--seconds", "5", "--calm", "2", "--warmup", "0.5", "--tokens", "200", "--refusals", "30")
     code, result, errors = experiment("overload", "--backend", "numpy", *short, "--slower", "5", "--right", "0.3")
     assert (code, errors) == (0, "")
     assert result["unanswered"] == 0

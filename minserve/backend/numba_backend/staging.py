@@ -2,7 +2,7 @@
 
 Owns the buffers whose addresses stand in the tape. It must not know kernels: those follow every index without looking.
 Compiled, because a NumPy call on a handful of numbers spends its time on code that the weights have pushed out of the
-caches: thirty of them took a thirtieth of a small model's step.
+caches, and it would take thirty of them.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"

@@ -10,6 +10,7 @@ from playwright.async_api import Page, expect
 
 from minserve.request import FinishReason, TextDelta, Usage
 from tests.server.fakes import FakeStream
+from tests.server.serving import Server
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 IN_BROWSER = [
@@ -23,6 +24,15 @@ Open = Callable[..., Awaitable[Page]]
 async def send(page: Page, text: str) -> None:
     await page.locator("#input").fill(text)
     await page.keyboard.press("Enter")
+
+
+async def begin(page: Page, server: Server, question: str, text: str) -> FakeStream:
+    """Ask; the stream of the answer, of which the page shows `text` by now."""
+    await send(page, question)
+    stream = await server.engine.stream()
+    tokens(stream, text)
+    await expect(page.locator(".content")).to_have_text(text)
+    return stream
 
 
 async def idle(page: Page) -> None:

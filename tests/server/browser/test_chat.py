@@ -12,7 +12,7 @@ from minserve.config import PoolConfig, PoolsConfig
 from minserve.engine import Progress
 from minserve.request import FinishReason
 from minserve.text.template import ChatTemplate
-from tests.server.browser.pages import IN_BROWSER, Open, finish, idle, send, tokens
+from tests.server.browser.pages import IN_BROWSER, Open, begin, finish, idle, send, tokens
 from tests.server.fakes import FakeEngine, say
 from tests.server.serving import MODEL, serving, tiny_model
 
@@ -66,10 +66,7 @@ async def test_a_short_queue_is_visible_before_the_server_says_anything(open_pag
 async def test_stopping_an_answer_stops_the_work(open_page: Open, how: str) -> None:
     async with serving(FakeEngine(None)) as server:
         page = await open_page(server)
-        await send(page, "Tell me everything")
-        stream = await server.engine.stream()
-        tokens(stream, "It began")
-        await expect(page.locator(".content")).to_have_text("It began")
+        stream = await begin(page, server, "Tell me everything", "It began")
         if how == "button":
             await page.get_by_role("button", name="Stop").click()
         elif how == "escape":
@@ -91,10 +88,7 @@ async def test_stopping_an_answer_stops_the_work(open_page: Open, how: str) -> N
 async def test_an_answer_that_a_reload_cut_goes_on(open_page: Open) -> None:
     async with serving(FakeEngine(None)) as server:
         page = await open_page(server)
-        await send(page, "Tell me everything")
-        stream = await server.engine.stream()
-        tokens(stream, "It began")
-        await expect(page.locator(".content")).to_have_text("It began")
+        await begin(page, server, "Tell me everything", "It began")
         # A browser that cuts the connection before the page hears that it is left.
         await page.evaluate("dispatchEvent(new Event('beforeunload'))")
         assert server.site.server is not None

@@ -7,7 +7,7 @@ import re
 from playwright.async_api import expect
 
 from minserve.request import FinishReason, RequestError
-from tests.server.browser.pages import IN_BROWSER, Open, idle, send, tokens
+from tests.server.browser.pages import IN_BROWSER, Open, begin, idle, send
 from tests.server.fakes import FakeEngine, say
 from tests.server.serving import MODEL, keyed, serving
 
@@ -52,10 +52,7 @@ async def test_a_question_that_is_refused_as_it_stands_can_be_edited(open_page: 
 async def test_a_failure_in_the_middle_keeps_what_came(open_page: Open) -> None:
     async with serving(FakeEngine(None)) as server:
         page = await open_page(server)
-        await send(page, "Hi")
-        stream = await server.engine.stream()
-        tokens(stream, "So far")
-        await expect(page.locator(".content")).to_have_text("So far")
+        stream = await begin(page, server, "Hi", "So far")
         stream.end(FinishReason.ERROR, RequestError("The engine failed.", status=500, code="engine_error"))
         await expect(page.get_by_role("alert")).to_contain_text("The engine failed.")
         await expect(page.locator(".content")).to_have_text("So far")
