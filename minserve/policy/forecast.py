@@ -19,10 +19,10 @@ from dataclasses import dataclass
 
 from minserve.policy.limits import Limits
 from minserve.policy.room import RANK
+from minserve.policy.step_cost import learn, prompt_token_cost
 from minserve.request import FinishReason, Pool, Request, Usage
 
 _WINDOW = 20_000  # tokens after which what was counted so far weighs half
-_WEIGHT = 0.2  # of a new measurement in the running means of what steps cost
 
 
 @dataclass(slots=True)
@@ -36,10 +36,10 @@ class StepCost:
     def observe(self, decode_tokens: int, prefill_tokens: int, seconds: float) -> None:
         """Learn from one finished step."""
         if prefill_tokens == 0:
-            self.base = _mean(self.base, seconds)
+            self.base = learn(self.base, seconds)
         elif prefill_tokens >= self.quantum:
             base = self.base if decode_tokens else 0.0
-            self.per_token = _mean(self.per_token, max(seconds - base, seconds * 0.1) / prefill_tokens)
+            self.per_token = learn(self.per_token, prompt_token_cost(seconds, base, prefill_tokens))
 
 
 class Forecast:
@@ -140,10 +140,6 @@ class Forecast:
             elif other is not pool:
                 left -= min(live[other], limits.max_seqs - limits.promised_seats(pool))
         return max(1, min(left, limits.pools[pool].max_seqs, fit))
-
-
-def _mean(old: float, new: float) -> float:
-    return new if old == 0.0 else old + _WEIGHT * (new - old)
 
 
 def _list_schedule(seats: int, busy: Sequence[float], waiting: Iterable[float]) -> float:

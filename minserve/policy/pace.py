@@ -1,55 +1,17 @@
 """How many prompt tokens a step may carry while somebody decodes, so that a step stays near the ITL target.
 
 Pure: no clock, fed with measured step times. A mixed step costs what its decodes cost and something per prompt token;
-both are learnt, and how far off the prediction tends to be. Owns those numbers and nothing else.
+both are learnt (`step_cost.py`), and how far off the prediction tends to be. Owns those numbers and nothing else.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-_WEIGHT = 0.2  # of a new measurement in the running means
+from minserve.policy.step_cost import WEIGHT, DecodeCost, learn, prompt_token_cost
+
 _DEARER = 2.0  # how much more a prompt token may take in a small chunk than in a large one
 _MARGIN = 1.0  # mean errors of the prediction that a step stays below the target (Jacobson 1988, for timeouts)
-
-
-@dataclass(slots=True)
-class DecodeCost:
-    """Seconds of a step that only decodes, a line over the number of requests in it.
-
-    Least squares with exponential forgetting. While that number hardly varies, the slope tends to the one through 0.
-    """
-
-    count: float = 0.0
-    seconds: float = 0.0
-    _square: float = 0.0  # running means of count * count and of count * seconds
-    _product: float = 0.0
-
-    def observe(self, count: int, seconds: float) -> None:
-        weight = _WEIGHT if self.count else 1.0
-        self.count += weight * (count - self.count)
-        self.seconds += weight * (seconds - self.seconds)
-        self._square += weight * (count * count - self._square)
-        self._product += weight * (count * seconds - self._product)
-
-    @property
-    def _variance(self) -> float:
-        return max(0.0, self._square - self.count**2)
-
-    @property
-    def slope(self) -> float:
-        """Seconds of one more decode."""
-        if not self.count:
-            return 0.0
-        covariance = self._product - self.count * self.seconds
-        return max(0.0, (covariance + self.seconds / self.count) / (self._variance + 1.0))
-
-    def knows(self, count: int) -> bool:
-        """Whether steps with about so many were seen lately."""
-        return bool(self.count) and abs(count - self.count) <= 2 + 2 * self._variance**0.5
-
-    def predict(self, count: int) -> float:
-        return max(0.0, self.seconds + self.slope * (count - self.count))
 
 
 @dataclass(slots=True)
@@ -70,7 +32,7 @@ class Pace:
             self.decodes.observe(decode_tokens, seconds)
         elif decode_tokens == 0:  # uncapped: tokens are cheaper by the hundred than in the chunks of mixed steps
             if not self.mixed and prefill_tokens >= self.quantum:
-                self._learn(_DEARER * seconds / prefill_tokens)
+                self.per_token = learn(self.per_token, _DEARER * seconds / prefill_tokens)
         else:
             self._observe_mixed(decode_tokens, prefill_tokens, seconds)
 
@@ -80,13 +42,10 @@ class Pace:
             self.decodes.observe(decode_tokens, max(0.0, seconds - prompts))  # says more of these than of prompts
             return
         if base and prompts:
-            self.error += _WEIGHT * (abs(seconds - base - prompts) - self.error)
+            self.error += WEIGHT * (abs(seconds - base - prompts) - self.error)
         if prefill_tokens >= self.quantum:
-            self._learn(max(seconds - base, seconds * 0.1) / prefill_tokens)
+            self.per_token = learn(self.per_token, prompt_token_cost(seconds, base, prefill_tokens))
             self.mixed = True
-
-    def _learn(self, per_token: float) -> None:
-        self.per_token += (_WEIGHT if self.per_token else 1.0) * (per_token - self.per_token)
 
     def chunk_tokens(self, decodes: int) -> int:
         """Prompt tokens for a step in which so many requests decode; at least one quantum, so that prompts advance."""
