@@ -1,7 +1,7 @@
 """What steps cost, learnt from those that have finished: the decodes in them, and each prompt token beside these.
 
-Pure: no clock, fed with measured step times. It must not know what the numbers are for: `pace.py` sizes the next step by
-them, `forecast.py` says when a queue will have moved.
+Pure: no clock, fed with measured step times. It must not know what the numbers are for: `pace.py` sizes the next step
+by them, `forecast.py` says when a queue will have moved.
 """
 
 from __future__ import annotations
