@@ -29,6 +29,7 @@ from minserve.request import (
 )
 from minserve.runner import Runner
 from minserve.scheduler import Counts, Scheduler
+from minserve.status import Phase, phase_of
 from minserve.step import Step
 from minserve.text.tokenizer import Tokenizer
 from minserve.transcript import Transcript
@@ -37,14 +38,13 @@ from minserve.waiting import place
 log = logging.getLogger("minserve.engine")
 
 Observer = Callable[[StepRecord | RequestOutcome], None]
-Phase = Literal["queued", "prefill", "decode", "done"]
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
     """Prompt tokens computed so far, of how many, and how many requests of the pool wait ahead."""
 
-    phase: Phase
+    phase: Phase | Literal["done"]
     computed: int
     prompt: int
     ahead: int
@@ -113,10 +113,10 @@ class Engine:
         if not ids:
             return Progress("done", 0, 0, 0)
         lead = requests[ids[0]]
-        if self._transcripts[lead.id].time.started is None:
+        phase = phase_of(lead)
+        if phase == "queued":
             others = (r for r in requests.values() if r.seat < 0 and r.pool is lead.pool and r.group != group)
-            return Progress("queued", 0, lead.prompt_len, sum(place(r) < place(lead) for r in others))
-        phase: Phase = "decode" if lead.output_len or lead.computed >= lead.prompt_len else "prefill"
+            return Progress(phase, 0, lead.prompt_len, sum(place(r) < place(lead) for r in others))
         return Progress(phase, min(lead.computed, lead.prompt_len), lead.prompt_len, 0)
 
     # -- one step

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
 
 from minserve.request import Request
+
+Phase = Literal["queued", "prefill", "decode", "preempted"]
 
 
 class State(StrEnum):
@@ -39,7 +42,7 @@ class LiveRequest:
 
     id: str
     pool: str
-    phase: str
+    phase: Phase
     prompt: int
     computed: int
     output: int
@@ -50,9 +53,16 @@ class LiveRequest:
         return cls(
             id=request.id,
             pool=request.pool.value,
-            phase="queued" if request.seat < 0 else "decode" if request.output_len else "prefill",
+            phase=phase_of(request),
             prompt=request.prompt_len,
             computed=request.computed,
             output=request.output_len,
             blocks=tuple(request.blocks),
         )
+
+
+def phase_of(request: Request) -> Phase:
+    """queued: it has not started. preempted: it has, and waits to go on."""
+    if request.seat < 0:
+        return "preempted" if request.preemptions else "queued"
+    return "decode" if request.output_len else "prefill"
