@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from minserve.commands.options import TEMPERATURE, Number, Output, fail, server_url
+from minserve.commands.options import TEMPERATURE, Number, Output, fail, save, server_url
 
 
 def goodput(text: str) -> tuple[str, float]:
@@ -122,7 +122,7 @@ def bench(**options: Any) -> None:
     for reason, count in summary["errors"].items():
         console.print(f"{count} x {reason}", style="red", markup=False, soft_wrap=True)
     if options["result"]:
-        options["result"].write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        save(options["result"], json.dumps(summary, indent=2) + "\n")
     sys.exit(0 if summary["completed"] else 1)
 
 

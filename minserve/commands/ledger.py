@@ -10,7 +10,7 @@ from typing import Any
 import click
 import msgspec
 
-from minserve.commands.options import F, Number, Output, config_options, fail, moment, read_settings
+from minserve.commands.options import F, Number, Output, config_options, fail, moment, read_settings, save
 from minserve.config import Config
 from minserve.settings import data_dir
 
@@ -96,12 +96,12 @@ def cost(scenario: Path | None, price: float | None, plot: Path | None, **option
                     bounds=bounds,
                     price_per_user=price,
                 )
-        if plot is not None:
-            plot.write_text(found.plot(), encoding="utf-8")
-    except (LedgerError, OSError, ValueError) as error:
+    except (LedgerError, ValueError) as error:
         fail(str(error))
     for line in found.lines():
         click.echo(line)
+    if plot is not None:
+        save(plot, found.plot())
 
 
 def _path(config: Config) -> Path:

@@ -103,10 +103,18 @@ class Output(click.Path):
         return path
 
 
-def fail(message: str) -> NoReturn:
-    """Say what is wrong and leave with status 2."""
+def save(path: Path, text: str) -> None:
+    """Write a file of `Output`'s; exits with status 1 and the reason if that fails all the same."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        fail(f"{path} can't be written: {error.strerror}", status=1)
+
+
+def fail(message: str, status: int = 2) -> NoReturn:
+    """Say what is wrong and leave, with status 2 if it is the command line."""
     click.echo(f"minserve: {message}", err=True)
-    sys.exit(2)
+    sys.exit(status)
 
 
 def server_url(text: str) -> str:
