@@ -104,8 +104,8 @@ class AsyncEngine:
         return EngineStatus(
             state=self.state,
             steps=self._steps,
-            running={pool.value: n for pool, n in counts.running.items()},
-            waiting={pool.value: n for pool, n in counts.waiting.items()},
+            running=counts.running,
+            waiting=counts.waiting,
             blocks_total=counts.blocks_total,
             blocks_free=counts.blocks_free,
             blocks_cached=counts.blocks_cached,

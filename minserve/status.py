@@ -5,11 +5,12 @@ Owns nothing: snapshots, which keep no hold on what they show.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-from minserve.request import Request
+from minserve.request import Pool, Request
 
 Phase = Literal["queued", "prefill", "decode", "preempted"]
 
@@ -27,8 +28,8 @@ class EngineStatus:
 
     state: State
     steps: int
-    running: dict[str, int]
-    waiting: dict[str, int]
+    running: Mapping[Pool, int]
+    waiting: Mapping[Pool, int]
     blocks_total: int
     blocks_free: int
     blocks_cached: int
@@ -41,7 +42,7 @@ class LiveRequest:
     """One request as the live view shows it: counts of tokens, ids of the blocks it holds."""
 
     id: str
-    pool: str
+    pool: Pool
     phase: Phase
     prompt: int
     computed: int
@@ -52,7 +53,7 @@ class LiveRequest:
     def of(cls, request: Request) -> LiveRequest:
         return cls(
             id=request.id,
-            pool=request.pool.value,
+            pool=request.pool,
             phase=phase_of(request),
             prompt=request.prompt_len,
             computed=request.computed,

@@ -113,7 +113,7 @@ class Degradation:
         now = self._clock()
         if now - self._looked >= _LOOK_EVERY_S:
             self._looked = now
-            waiting = self._engine.status().waiting[Pool.INTERACTIVE.value]
+            waiting = self._engine.status().waiting[Pool.INTERACTIVE]
             backlog = Backlog(waiting, self._max_queue, self._engine.wait(Pool.INTERACTIVE), self._ceiling)
             self._change(rung_of(backlog, self._ladder, self._rung), backlog, now)
         return self._rung

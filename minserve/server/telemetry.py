@@ -20,7 +20,6 @@ from minserve.observe.log import log_request
 from minserve.observe.metrics import Metrics
 from minserve.observe.numbers import Numbers
 from minserve.observe.trace import Trace
-from minserve.request import Pool
 from minserve.status import EngineStatus
 
 _TTFT_TARGET_S = 1.0
@@ -62,8 +61,8 @@ class Telemetry:
         now = self._status()
         last = self.trace.last
         return Gauges(
-            running=_by_pool(now.running),
-            waiting=_by_pool(now.waiting),
+            running=now.running,
+            waiting=now.waiting,
             blocks_total=now.blocks_total,
             blocks_available=now.blocks_free + now.blocks_cached,
             blocks_cached=now.blocks_cached,
@@ -90,7 +89,3 @@ class Telemetry:
             "findings": [dataclasses.asdict(finding) for finding in diagnose(snapshot, around)],
             "steps": self.trace.rows(steps) if steps else [],
         }
-
-
-def _by_pool(counts: dict[str, int]) -> dict[Pool, int]:
-    return {pool: counts.get(pool.value, 0) for pool in Pool}

@@ -165,8 +165,8 @@ class FakeEngine:
         return EngineStatus(
             state=self.state,
             steps=0,
-            running={Pool.INTERACTIVE.value: live, Pool.BULK.value: 0},
-            waiting={Pool.INTERACTIVE.value: self.waiting, Pool.BULK.value: 0},
+            running={Pool.INTERACTIVE: live, Pool.BULK: 0},
+            waiting={Pool.INTERACTIVE: self.waiting, Pool.BULK: 0},
             blocks_total=100,
             blocks_free=100 - live,
             blocks_cached=0,
@@ -181,7 +181,7 @@ class FakeEngine:
         self.paused = pools
 
     def requests(self) -> list[LiveRequest]:
-        return [LiveRequest(f"{id}#0", "interactive", "decode", 2, 2, 1, (5,)) for id in self.streams]
+        return [LiveRequest(f"{id}#0", Pool.INTERACTIVE, "decode", 2, 2, 1, (5,)) for id in self.streams]
 
     async def drain(self, timeout: float) -> None:
         self.state = State.DRAINING

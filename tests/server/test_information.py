@@ -146,6 +146,7 @@ async def test_status_says_what_is_going_on(server: Server) -> None:
     status, reply = await server.get("/status?steps=10")
     assert status == 200
     assert (reply["model"], reply["state"], reply["calls"], reply["blocks_total"]) == (MODEL, "ready", 0, 100)
+    assert reply["running"] == reply["waiting"] == {"interactive": 0, "bulk": 0}
     assert reply["numbers"]["pools"]["interactive"]["requests"] == 0
     assert reply["findings"]
     assert "requests" not in reply

@@ -16,7 +16,7 @@ from msgspec import structs
 
 from minserve.config import AccountConfig, PoolConfig, PoolsConfig, PricesConfig, TimeoutsConfig
 from minserve.economics.prices import NANO, money
-from minserve.request import FinishReason, TextDelta, Usage
+from minserve.request import FinishReason, Pool, TextDelta, Usage
 from minserve.server.text_worker import TextWorker
 from tests.server.fakes import FakeEngine
 from tests.server.real import SMALL, idle_invariants, real_server, until
@@ -94,7 +94,7 @@ async def test_the_queue_has_a_ceiling_below_the_first_token(stream: bool) -> No
     timeouts = TimeoutsConfig(first_token_s=3, total_s=5)
     async with slow_server(lambda n: 0.01, timeouts=timeouts, queue_timeout_s=0.2, seats=1) as server:
         long = asyncio.create_task(server.post("/v1/completions", {**BODY, "max_tokens": 150}))
-        await until(lambda: server.engine.status().running["interactive"] == 1)
+        await until(lambda: server.engine.status().running[Pool.INTERACTIVE] == 1)
         status, error, headers = await ended(server, {**BODY, "stream": stream})
         assert (status, error["code"]) == (503, "queue_timeout")
         seconds = int(headers["Retry-After"])  # a stream has not begun: its status line waits in a short queue
@@ -186,7 +186,7 @@ async def test_a_deadline_counts_in_the_queue_and_a_call_in_time_never_sees_it()
     async with slow_server(lambda n: 0.01, timeouts=TimeoutsConfig(), seats=1) as server:
         body = {**BODY, "max_tokens": 80}
         long = asyncio.create_task(server.post("/v1/completions", body, headers={DEADLINE: "20000"}))
-        await until(lambda: server.engine.status().running["interactive"] == 1)
+        await until(lambda: server.engine.status().running[Pool.INTERACTIVE] == 1)
         status, error, _ = await ended(server, BODY, {DEADLINE: "100"})
         assert (status, error["code"], server.rows[0].prompt_tokens) == (504, "deadline_exceeded", 0)
         assert (await long)[0] == 200
