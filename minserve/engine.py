@@ -12,7 +12,6 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from minserve.batch import StepResult
 from minserve.batch_build import build_batch
@@ -29,7 +28,7 @@ from minserve.request import (
 )
 from minserve.runner import Runner
 from minserve.scheduler import Counts, Scheduler
-from minserve.status import Phase, phase_of
+from minserve.status import PromptProgress, phase_of
 from minserve.step import Step
 from minserve.text.tokenizer import Tokenizer
 from minserve.transcript import Transcript
@@ -38,16 +37,6 @@ from minserve.waiting import place
 log = logging.getLogger("minserve.engine")
 
 Observer = Callable[[StepRecord | RequestOutcome], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Prompt tokens computed so far, of how many, and how many requests of the pool wait ahead."""
-
-    phase: Phase | Literal["done"]
-    computed: int
-    prompt: int
-    ahead: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,18 +95,18 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
-    def progress(self, group: str) -> Progress:
+    def progress(self, group: str) -> PromptProgress:
         """How far a submission has come; for a reader's "queued" and "reading the prompt"."""
         requests = self.scheduler.requests
         ids = self._groups.get(group)
         if not ids:
-            return Progress("done", 0, 0, 0)
+            return PromptProgress("done", 0, 0, 0)
         lead = requests[ids[0]]
         phase = phase_of(lead)
         if phase == "queued":
             others = (r for r in requests.values() if r.seat < 0 and r.pool is lead.pool and r.group != group)
-            return Progress(phase, 0, lead.prompt_len, sum(place(r) < place(lead) for r in others))
-        return Progress(phase, min(lead.computed, lead.prompt_len), lead.prompt_len, 0)
+            return PromptProgress(phase, 0, lead.prompt_len, sum(place(r) < place(lead) for r in others))
+        return PromptProgress(phase, min(lead.computed, lead.prompt_len), lead.prompt_len, 0)
 
     # -- one step
 

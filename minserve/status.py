@@ -62,6 +62,16 @@ class LiveRequest:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class PromptProgress:
+    """How far a submission has come: prompt tokens computed, of how many; how many requests of its pool wait ahead."""
+
+    phase: Phase | Literal["done"]
+    computed: int
+    prompt: int
+    ahead: int
+
+
 def phase_of(request: Request) -> Phase:
     """queued: it has not started. preempted: it has, and waits to go on."""
     if request.seat < 0:

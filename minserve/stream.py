@@ -8,15 +8,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
-from minserve.engine import Delivery, Progress
+from minserve.engine import Delivery
 from minserve.request import RequestOutcome, Submission, TextDelta
+from minserve.status import PromptProgress
 
 
 class Stream(AsyncIterator[list[TextDelta]]):
     """At most n * max_tokens deltas; nothing is dropped, nobody is awaited."""
 
     def __init__(
-        self, submission: Submission, abort: Callable[[str], object], progress: Callable[[str], Progress]
+        self, submission: Submission, abort: Callable[[str], object], progress: Callable[[str], PromptProgress]
     ) -> None:
         self.submission = submission
         self.outcomes: list[RequestOutcome] = []
@@ -45,7 +46,7 @@ class Stream(AsyncIterator[list[TextDelta]]):
             self._abort(self.submission.id)
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> PromptProgress:
         return self._progress(self.submission.id)
 
     @property

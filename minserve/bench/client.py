@@ -16,7 +16,7 @@ import aiohttp
 
 
 @dataclass(slots=True)
-class Trace:
+class RequestTrace:
     """What one request's client saw. `due` is when an open loop meant to send it."""
 
     due: float
@@ -64,12 +64,12 @@ class Target:
     headers: dict[str, str]
 
 
-async def send(session: aiohttp.ClientSession, target: Target, prompt: str, due: float | None = None) -> Trace:
-    """Send one request and read its stream to the end. Never raises for what the server does; see Trace.error."""
+async def send(session: aiohttp.ClientSession, target: Target, prompt: str, due: float | None = None) -> RequestTrace:
+    """Send one request and read its stream to the end. Never raises for what the server does; see the trace's error."""
     body = dict(target.body, stream=True, stream_options={"include_usage": True})
     body |= {"messages": [{"role": "user", "content": prompt}]} if target.chat else {"prompt": prompt}
     now = time.perf_counter()
-    trace = Trace(due=now if due is None else due, sent=now)
+    trace = RequestTrace(due=now if due is None else due, sent=now)
     try:
         async with session.post(target.url, json=body, headers=target.headers) as response:
             trace.status = response.status
@@ -83,7 +83,7 @@ async def send(session: aiohttp.ClientSession, target: Target, prompt: str, due:
     return trace
 
 
-async def _read(response: aiohttp.ClientResponse, chat: bool, trace: Trace) -> None:
+async def _read(response: aiohttp.ClientResponse, chat: bool, trace: RequestTrace) -> None:
     async for raw in response.content:
         if not raw.startswith(b"data:"):
             continue

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
-from minserve.bench.client import Trace
+from minserve.bench.client import RequestTrace
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 
@@ -26,7 +26,7 @@ def percentile(values: Sequence[float], q: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (k - low)
 
 
-def samples(traces: Sequence[Trace]) -> dict[str, list[float]]:
+def samples(traces: Sequence[RequestTrace]) -> dict[str, list[float]]:
     """Milliseconds per metric, of the requests that succeeded."""
     ok = [t for t in traces if t.ok]
     return {
@@ -37,7 +37,7 @@ def samples(traces: Sequence[Trace]) -> dict[str, list[float]]:
     }
 
 
-def meets(trace: Trace, slo: Mapping[str, float]) -> bool:
+def meets(trace: RequestTrace, slo: Mapping[str, float]) -> bool:
     """Whether a request succeeded within every bound (ms). For `itl` its own p99 counts."""
     if not trace.ok:
         return False
@@ -47,7 +47,7 @@ def meets(trace: Trace, slo: Mapping[str, float]) -> bool:
 
 
 def summarize(
-    traces: Sequence[Trace],
+    traces: Sequence[RequestTrace],
     *,
     wall: float,
     percentiles: Sequence[float],

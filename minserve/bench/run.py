@@ -15,7 +15,7 @@ from typing import Any
 
 import aiohttp
 
-from minserve.bench.client import Lag, Target, Trace, send
+from minserve.bench.client import Lag, RequestTrace, Target, send
 from minserve.bench.report import summarize
 
 
@@ -39,7 +39,7 @@ async def run(
     percentiles: Sequence[float] = (50, 90, 99),
     slo: dict[str, float] | None = None,
     progress: Callable[[int], None] = lambda _: None,
-) -> tuple[dict[str, Any], list[Trace]]:
+) -> tuple[dict[str, Any], list[RequestTrace]]:
     """Send every prompt once; the summary and the raw traces."""
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     timeout = aiohttp.ClientTimeout(total=plan.timeout)
@@ -55,11 +55,11 @@ async def run(
 
 async def _send_all(
     session: aiohttp.ClientSession, target: Target, prompts: Sequence[str], plan: Plan, progress: Callable[[int], None]
-) -> list[Trace]:
+) -> list[RequestTrace]:
     gate = asyncio.Semaphore(plan.max_concurrency or len(prompts))
     finished = 0
 
-    async def one(prompt: str, due: float | None) -> Trace:
+    async def one(prompt: str, due: float | None) -> RequestTrace:
         nonlocal finished
         async with gate:
             trace = await send(session, target, prompt, due)

@@ -15,6 +15,8 @@ import structlog
 from structlog.dev import Column, KeyValueColumnFormatter
 from structlog.typing import Processor
 
+from minserve.observe.output import Lines
+
 log = logging.getLogger("minserve.request")
 
 # Names as LiteLLM's SpendLogs has them where they mean the same. What is not listed can't slip into a line.
@@ -45,7 +47,9 @@ _FIELDS: dict[str, str] = {
 _LONGEST = 128
 
 
-def setup(form: Literal["console", "json"] = "console", level: str = "info", stream: TextIO | None = None) -> None:
+def setup(
+    form: Literal["console", "json"] = "console", level: str = "info", stream: TextIO | Lines | None = None
+) -> None:
     """Send every logger's lines to `stream` (default: standard error). May be called again."""
     stream = stream or sys.stderr
     shared: list[Processor] = [

@@ -10,7 +10,7 @@ from collections import deque
 from minserve.request import RequestOutcome, StepRecord
 
 
-class Trace:
+class StepTrace:
     def __init__(self, steps: int = 256) -> None:
         self._ring: deque[StepRecord] = deque(maxlen=steps)
 

@@ -33,7 +33,7 @@ _MAX_PAUSE_S = 60.0
 _DRAIN_SHARE = 0.8  # of timeouts.drain_s; the rest is for settling and writing
 _NOT_NOW = frozenset({"draining", "shutting_down"})
 
-Progress = Callable[[int, int, int], None]  # lines done, failed among them, all lines
+LineProgress = Callable[[int, int, int], None]  # lines done, failed among them, all lines
 
 
 class Status(IntEnum):
@@ -59,7 +59,7 @@ class Batch:
     url: str | None = None
 
 
-def run(config: Config, batch: Batch, *, progress: Progress, say: Say) -> int:
+def run(config: Config, batch: Batch, *, progress: LineProgress, say: Say) -> int:
     """Run every line that has no result yet; the process's exit status."""
     level = config.server.log_level
     setup(config.server.log_format, "warning" if level == "info" else level)  # a line per call would bury the progress
@@ -76,7 +76,7 @@ def run(config: Config, batch: Batch, *, progress: Progress, say: Say) -> int:
         return Status.FAILED
 
 
-async def _run(config: Config, batch: Batch, progress: Progress, say: Say) -> Status:
+async def _run(config: Config, batch: Batch, progress: LineProgress, say: Say) -> Status:
     if batch.target.exists() and batch.source.exists() and batch.target.samefile(batch.source):
         raise BatchError(f"{batch.target} is the input file too; results need a file of their own")
     asked = scan(batch.source, config.limits.max_body_bytes)
@@ -128,11 +128,11 @@ class Runner:
         self._total = len(asked)
         self._finished = len(asked & results.done)
         self._stop = asyncio.Event()
-        self._progress: Progress = lambda *_: None
+        self._progress: LineProgress = lambda *_: None
         self._say: Say = print
         self._unpaid_said = False
 
-    async def run(self, stop: asyncio.Event, progress: Progress, say: Say) -> None:
+    async def run(self, stop: asyncio.Event, progress: LineProgress, say: Say) -> None:
         """Until every line has its result, or `stop` is set and what runs has ended."""
         self._stop, self._progress, self._say = stop, progress, say
         progress(self._finished, self._results.failed, self._total)

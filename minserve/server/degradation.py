@@ -15,11 +15,11 @@ from dataclasses import replace
 from minserve.config import Config
 from minserve.economics.accounting import Accounting
 from minserve.economics.alerts import Alert
-from minserve.engine import Progress
 from minserve.policy.degrade import Backlog, Decision, Ladder, Rung, decide, rung_of, thrift
 from minserve.request import FinishReason, Pool, RequestOutcome, TextDelta, Usage
 from minserve.server.arrival import Call
 from minserve.server.ports import ServingEngine
+from minserve.status import PromptProgress
 
 log = logging.getLogger("minserve.server")
 
@@ -143,7 +143,7 @@ class StaticText:
     """
 
     def __init__(self, call: Call, text: str) -> None:
-        self.progress = Progress("done", 0, 0, 0)
+        self.progress = PromptProgress("done", 0, 0, 0)
         self.done = True
         usage = Usage(0, 0, 0)
         self._deltas = [TextDelta(k, text, finish=FinishReason.STOP, usage=usage) for k in range(call.choices)]

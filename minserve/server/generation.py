@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minserve.economics.reservation import Reservation
-from minserve.engine import Progress
 from minserve.request import FinishReason, RequestError, RequestOutcome, TextDelta
 from minserve.server.arrival import Call
 from minserve.server.degradation import Degradation
 from minserve.server.merge import Merged
 from minserve.server.ports import Reader, TokenStream
+from minserve.status import PromptProgress
 
 
 @dataclass(slots=True)
@@ -122,7 +122,7 @@ class Generation:
         return self._last is not None
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> PromptProgress:
         """Of the first prompt that is not done; of the only one, usually."""
         return next((s.progress for s in self.streams if not s.done), self.streams[-1].progress)
 

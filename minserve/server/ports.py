@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol
 
-from minserve.engine import Progress
 from minserve.request import Pool, RequestError, RequestOutcome, Submission, TextDelta
-from minserve.status import EngineStatus, LiveRequest, State
+from minserve.status import EngineStatus, LiveRequest, PromptProgress, State
 
 
 class Reader(Protocol):
@@ -28,7 +27,7 @@ class TokenStream(Reader, Protocol):
     def outcomes(self) -> list[RequestOutcome]: ...
 
     @property
-    def progress(self) -> Progress: ...
+    def progress(self) -> PromptProgress: ...
 
     @property
     def done(self) -> bool: ...

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import gc
 import logging
-import os
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -23,6 +22,7 @@ from minserve.economics.accounting import Accounting
 from minserve.economics.schema import LedgerError
 from minserve.engine import Observer
 from minserve.observe.log import setup
+from minserve.observe.output import Output
 from minserve.request import Pool
 from minserve.server.app import create_app
 from minserve.server.reload import Reread, reload_on
@@ -43,23 +43,22 @@ Meanwhile = Callable[[Accounting], contextlib.AbstractAsyncContextManager[None]]
 
 def run(config: Config, reread: Reread | None = None, fetch: Fetch = files_of) -> int:
     """Serve until a signal comes; the process's exit status. reread: the configuration as its file says now."""
-    setup(config.server.log_format, config.server.log_level)
     # Worker and event loop hand each other every step; with Python's 5 ms one waits for the other's whole slice.
     sys.setswitchinterval(0.0005)
-    try:
-        return asyncio.run(serve(config, reread, fetch=fetch))
-    except FAULTS as error:
-        print(f"minserve: {error}", file=sys.stderr)
-        return 1
+    with Output() as output:
+        setup(config.server.log_format, config.server.log_level, output.errors)
+        try:
+            return asyncio.run(serve(config, reread, output, fetch))
+        except FAULTS as error:
+            output.errors.write(f"minserve: {error}\n")
+            return 1
 
 
-async def serve(
-    config: Config, reread: Reread | None = None, *, say: Say | None = None, fetch: Fetch = files_of
-) -> int:
+async def serve(config: Config, reread: Reread | None, output: Output, fetch: Fetch) -> int:
     """The whole life: port, ledger, weights, engine, service, drain. Raises what `run` turns into a sentence."""
-    say = say or _print
+    say = output.say
     stop, hangup = asyncio.Event(), asyncio.Event()
-    last: list[Callable[[], None]] = []
+    last: list[Callable[[], None]] = [output.close]
     install_signals(stop, hangup, last)
     async with contextlib.AsyncExitStack() as cleanup:
         sock = bind(config.server.host, config.server.port)
@@ -77,8 +76,8 @@ async def serve(
         services = await cleanup.enter_async_context(opened(config, say, stop, fetch, meanwhile))
         if services is None:
             return 0
-        last.append(services.gateway.abandon)
-        cleanup.callback(last.clear)  # settled in good order by then
+        last.insert(0, services.gateway.abandon)
+        cleanup.callback(last.pop, 0)  # settled in good order by then
         await site.serve(create_app(services))
         if reread is not None:
             reloading = asyncio.create_task(reload_on(hangup, services, reread))
@@ -198,13 +197,6 @@ def say_ready(config: Config, address: str, say: Say) -> None:
     say(f"API      {address}/v1")
     for line in doubtful(config):
         say(f"Warning  {line}")
-
-
-def _print(line: str) -> None:
-    try:
-        print(line, flush=True)
-    except OSError:  # its reader is gone, as a `tee` is after the same Ctrl-C: what runs must not end for that
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _succeed(future: asyncio.Future[Assembly], assembly: Assembly) -> None:

@@ -19,7 +19,7 @@ from minserve.observe.gauges import Gauges
 from minserve.observe.log import log_request
 from minserve.observe.metrics import Metrics
 from minserve.observe.numbers import Numbers
-from minserve.observe.trace import Trace
+from minserve.observe.trace import StepTrace
 from minserve.status import EngineStatus
 
 _TTFT_TARGET_S = 1.0
@@ -34,7 +34,7 @@ class Telemetry:
         self._extra: dict[str, tuple[str, Callable[[], float]]] = {}
         self.metrics = Metrics(model, self._gauges)
         self.numbers = Numbers()
-        self.trace = Trace()
+        self.trace = StepTrace()
 
     @property
     def observers(self) -> Sequence[Observer]:

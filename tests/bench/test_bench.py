@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from minserve.bench.client import Target, Trace
+from minserve.bench.client import RequestTrace, Target
 from minserve.bench.report import meets, percentile, summarize
 from minserve.bench.run import Plan, run
 from minserve.bench.workload import cut_by_characters, prompts
@@ -92,11 +92,11 @@ async def test_refusals_are_reported_and_not_counted_as_speed(url: str) -> None:
 
 
 def test_goodput_needs_every_bound_to_hold() -> None:
-    trace = Trace(due=0.0, sent=0.0, done=1.0, times=[0.5, 0.52, 0.9], completion_tokens=3)
+    trace = RequestTrace(due=0.0, sent=0.0, done=1.0, times=[0.5, 0.52, 0.9], completion_tokens=3)
     assert meets(trace, {"ttft": 600, "itl": 400})
     assert not meets(trace, {"ttft": 600, "itl": 300})
     assert not meets(trace, {"ttft": 400})
-    assert not meets(Trace(due=0.0, error="HTTP 503"), {"ttft": 1e9})
+    assert not meets(RequestTrace(due=0.0, error="HTTP 503"), {"ttft": 1e9})
     summary = summarize([trace], wall=2.0, percentiles=[50], slo={"ttft": 600}, lag=[])
     assert (summary["goodput"], summary["good_requests"]) == (0.5, 1)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from minserve.observe.numbers import Numbers
 from minserve.observe.sketch import Window
-from minserve.observe.trace import Trace
+from minserve.observe.trace import StepTrace
 from minserve.request import Pool
 from tests.observe.records import outcome, step
 
@@ -84,7 +84,7 @@ def test_after_a_quiet_minute_nothing_is_left() -> None:
 
 
 def test_the_trace_keeps_the_last_steps_in_order() -> None:
-    trace = Trace(steps=3)
+    trace = StepTrace(steps=3)
     assert trace.last is None
     for i in range(5):
         trace.observe(step(step=i, gaps=((Pool.BULK, 0.25),), waits={"seats": 2}))

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from minserve.engine import Progress
 from minserve.request import (
     FinishReason,
     Pool,
@@ -17,7 +16,7 @@ from minserve.request import (
     TokenLogprob,
     Usage,
 )
-from minserve.status import EngineStatus, LiveRequest, State
+from minserve.status import EngineStatus, LiveRequest, PromptProgress, State
 
 Script = Callable[[Submission], Sequence[list[TextDelta]]]
 
@@ -54,7 +53,7 @@ class FakeStream:
     def __init__(self, engine: FakeEngine, submission: Submission, reads: Sequence[list[TextDelta]] | None) -> None:
         self.submission = submission
         self.outcomes: list[RequestOutcome] = []
-        self.progress = Progress("queued", 0, len(submission.prompt), 0)
+        self.progress = PromptProgress("queued", 0, len(submission.prompt), 0)
         self.closed = False
         self._engine = engine
         self._reads = asyncio.Queue[list[TextDelta]]()

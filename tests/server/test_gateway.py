@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from minserve.config import AccountConfig, LimitConfig, ServerConfig
-from minserve.engine import Progress
 from minserve.request import FinishReason, TextDelta, Usage
+from minserve.status import PromptProgress
 from tests.server.fakes import FakeEngine, say
 from tests.server.serving import CHAT, COMPLETION, keyed, serving
 from tests.server.streams import STREAM, error_event, open_stream
@@ -76,7 +76,7 @@ async def test_what_was_read_of_a_prompt_is_billed_when_its_client_leaves() -> N
     engine = FakeEngine(None)
     async with serving(engine) as server:
         response = await open_stream(server, {**STREAM, "prompt": "x" * 300})
-        (await engine.stream()).progress = Progress("prefill", 128, 300, 0)
+        (await engine.stream()).progress = PromptProgress("prefill", 128, 300, 0)
         response.close()
         await server.settled()
         assert server.rows[0].prompt_tokens == 128

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from minserve.config import AccountConfig, LimitConfig, PoolConfig, PoolsConfig, PricesConfig, TimeoutsConfig
-from minserve.engine import Progress
 from minserve.request import TextDelta
+from minserve.status import PromptProgress
 from tests.server.fakes import FakeEngine, say
 from tests.server.http import error
 from tests.server.serving import COMPLETION, Server, serving
@@ -54,9 +54,9 @@ async def test_a_waiting_reader_sees_what_it_waits_for() -> None:
         server.session.post(server.url + "/v1/completions", json={**COMPLETION, "stream": True}) as response,
     ):
         stream = await engine.stream()
-        stream.progress = Progress("queued", 0, 2, 3)
+        stream.progress = PromptProgress("queued", 0, 2, 3)
         assert b": queued 3\n\n" in await read_until(response, b"queued 3")
-        stream.progress = Progress("prefill", 120, 400, 0)
+        stream.progress = PromptProgress("prefill", 120, 400, 0)
         assert b": prefill 120/400\n\n" in await read_until(response, b"prefill")
 
 
@@ -72,7 +72,7 @@ async def test_in_a_short_queue_the_status_line_waits_for_its_end(token: bool) -
         if token:
             stream.push(TextDelta(0, "a", (97,)))
         else:
-            stream.progress = Progress("prefill", 1, 2, 0)
+            stream.progress = PromptProgress("prefill", 1, 2, 0)
         async with await asyncio.wait_for(calling, 1) as response:
             await read_until(response, b'"text":"a"' if token else b": prefill 1/2\n\n")
 

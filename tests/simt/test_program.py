@@ -260,7 +260,7 @@ class TestLowering:
         recorder = Recorder()
         caches = [fakecupy.empty(8, np.float16) for _ in loaded.spec.kv]
         output: Any = loaded.forward(recorder, None, caches)
-        lowering = Lowering(machine, recorder, output, fakecupy.empty(1, np.float32))
+        lowering = Lowering(machine, recorder, output, Scratch(None, None))
         done = lowering.finish(LIMITS)
         ranges = live_ranges([buffers for _, buffers in lowering._uses], done.logits)
         assert len(done.arenas) < len(ranges) / 3

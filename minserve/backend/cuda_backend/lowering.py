@@ -16,9 +16,20 @@ import numpy as np
 
 from minserve.backend.base import StepLimits
 from minserve.backend.cuda_backend import ops
-from minserve.backend.cuda_backend.attention import Attention
+from minserve.backend.cuda_backend.attention import Attention, Scratch
 from minserve.backend.cuda_backend.ops import Buffer, Instruction, Machine, Scale
-from minserve.backend.cuda_backend.recorder import Recorder, Value
+from minserve.backend.cuda_backend.recorder import (
+    Attended,
+    Embedded,
+    Gated,
+    Normed,
+    Product,
+    Recorder,
+    Rotated,
+    Sum,
+    Taken,
+    Value,
+)
 
 SIZES = {"float": 4, "half": 2, "bf16": 2}
 DTYPES = {"float": np.float32, "half": np.float16, "bf16": np.uint16}
@@ -35,16 +46,36 @@ class Lowered:
 
 
 class Lowering:
-    def __init__(self, machine: Machine, recorder: Recorder, output: Value, scratch: Any) -> None:
-        """scratch: attention.Scratch; None if nothing will be launched."""
-        if output.op != "linear" or not output.sampled:
+    """output: the logits. scratch: attention's, which launches look into first: empty where there will be none."""
+
+    def __init__(self, machine: Machine, recorder: Recorder, output: Value, scratch: Scratch) -> None:
+        if not isinstance(output, Product) or not output.sampled:
             raise ValueError("a forward pass must end with a linear layer on the rows of take")
         self._m, self._output, self._scratch = machine, output, scratch
         self._users, self._sole_user = recorder.users, recorder.sole_user
         self._buffers: dict[int, Buffer] = {}  # by id of the value
         self._uses: list[tuple[Instruction, list[Buffer]]] = []
         for value in recorder.values:
-            getattr(self, f"_{value.op}")(value)
+            self._lower(value)
+
+    def _lower(self, value: Value) -> None:
+        match value:
+            case Embedded():
+                self._embed(value)
+            case Normed():
+                self._rms_norm(value)
+            case Product():
+                self._linear(value)
+            case Gated():
+                self._glu(value)
+            case Sum():
+                self._add(value)
+            case Rotated():
+                self._rope_write_kv(value)
+            case Attended():
+                self._attention(value)
+            case Taken():
+                self._take(value)
 
     # -- buffers ---------------------------------------------------------------
     def _buffer(self, value: Value) -> Buffer:
@@ -75,30 +106,30 @@ class Lowering:
         if not residual.residual or self._users[residual][-1] is not total or branch.residual or not users:
             return None
         user = users[0]
-        if user.op == "take" and len(users) == 1:
+        if isinstance(user, Taken) and len(users) == 1:
             user = self._sole_user(user) or user
-        return user if user.op == "rms_norm" else None
+        return user if isinstance(user, Normed) else None
 
     def _sum_of_norm(self, norm: Value) -> Value | None:
         """The sum whose fused norm also computes this norm of its branch (Gemma's norms after a branch)."""
         total = self._sole_user(norm)
-        if total is None or total.op != "add" or total.inputs[1] is not norm or norm.inputs[0].residual:
+        if not isinstance(total, Sum) or total.inputs[1] is not norm or norm.inputs[0].residual:
             return None
         return total if self._norm_of_sum(total) is not None else None
 
     # -- one method per operation ------------------------------------------------
-    def _embed(self, v: Value) -> None:
+    def _embed(self, v: Embedded) -> None:
         out = self._buffer(v)
         self._emit(ops.Embed(self._m, out, v.table, v.scale), out)
 
-    def _take(self, v: Value) -> None:
+    def _take(self, v: Taken) -> None:
         user = self._sole_user(v)
-        if user is not None and user.op == "rms_norm":
+        if isinstance(user, Normed):
             return
         out, x = self._buffer(v), self._buffer(v.inputs[0])
         self._emit(ops.Take(self._m, out, x), out, x)
 
-    def _add(self, v: Value) -> None:
+    def _add(self, v: Sum) -> None:
         if self._norm_of_sum(v) is not None:
             return
         residual, branch = v.inputs
@@ -107,16 +138,16 @@ class Lowering:
         out, a, b = self._buffer(v), self._buffer(residual), self._buffer(branch)
         self._emit(ops.Add(self._m, out, a, b), out, a, b)
 
-    def _rms_norm(self, v: Value) -> None:
+    def _rms_norm(self, v: Normed) -> None:
         if self._sum_of_norm(v) is not None:
             return
         x = v.inputs[0]
-        if x.op == "take" and self._sole_user(x) is v:
+        if isinstance(x, Taken) and self._sole_user(x) is v:
             x = x.inputs[0]
         branch, post = None, None
-        if x.op == "add" and self._norm_of_sum(x) is v:
+        if isinstance(x, Sum) and self._norm_of_sum(x) is v:
             residual, summand = x.inputs
-            if summand.op == "rms_norm" and self._sum_of_norm(summand) is x:
+            if isinstance(summand, Normed) and self._sum_of_norm(summand) is x:
                 post, summand = Scale(summand.weight, summand.eps), summand.inputs[0]
             branch = self._buffer(summand)
             self._buffers[id(x)] = self._buffer(residual)  # the sum takes the residual's place
@@ -124,30 +155,31 @@ class Lowering:
         norm = ops.Norm(self._m, out, source, Scale(v.weight, v.eps), branch, post)
         self._emit(norm, out, source, branch)
 
-    def _linear(self, v: Value) -> None:
+    def _linear(self, v: Product) -> None:
         w, user = v.weight, self._sole_user(v)
-        if user is not None and user.op == "glu" and w.pairs and w.bias is None:
+        if isinstance(user, Gated) and w.pairs and w.bias is None:
             out, x, wide = self._buffer(user), self._narrow(v.inputs[0]), Buffer(self._m.compute, v.cols, v.sampled)
             self._emit(ops.Linear(self._m, out, x, w, user.activation, wide), out, x, wide)
             return
         out, x = self._buffer(v), self._narrow(v.inputs[0])
         self._emit(ops.Linear(self._m, out, x, w), out, x)
-        if w.bias is not None and (user is None or user.op != "rope_write_kv"):
+        if w.bias is not None and not isinstance(user, Rotated):
             self._emit(ops.AddBias(self._m, out, w.bias), out)
 
-    def _glu(self, v: Value) -> None:
+    def _glu(self, v: Gated) -> None:
         if id(v) in self._buffers:  # the product before it did it
             return
         out, x = self._buffer(v), self._narrow(v.inputs[0])
         self._emit(ops.Glu(self._m, out, x, v.activation), out, x)
 
-    def _rope_write_kv(self, v: Value) -> None:
-        qkv = self._buffers[id(v)] = self._narrow(v.inputs[0])
-        bias = v.inputs[0].weight.bias if v.inputs[0].op == "linear" else None
+    def _rope_write_kv(self, v: Rotated) -> None:
+        x = v.inputs[0]
+        qkv = self._buffers[id(v)] = self._narrow(x)
+        bias = x.weight.bias if isinstance(x, Product) else None
         norms = {"bias": bias, "q_norm": v.q_norm, "k_norm": v.k_norm, "eps": v.eps}
         self._emit(ops.RopeKV(self._m, qkv, v.heads, v.rope, v.cache, **norms), qkv)
 
-    def _attention(self, v: Value) -> None:
+    def _attention(self, v: Attended) -> None:
         out, q = self._buffer(v), self._buffer(v.inputs[0])
         self._emit(Attention(self._m, out, q, v.heads, v.cache, self._scratch), out, q)
 

@@ -161,7 +161,7 @@ def scratch_memory(machine: Machine, forward: Forward, spec: ModelSpec, limits: 
     """Device bytes of a program beside weights and KV cache, from shapes alone: nothing is allocated."""
     recorder = Recorder()
     output: Any = forward(recorder, None, [None] * len(spec.kv))
-    arenas, _ = Lowering(machine, recorder, output, None).arenas(limits)
+    arenas, _ = Lowering(machine, recorder, output, Scratch(None, None)).arenas(limits)
     sizes = Scratch.sizes(machine, recorder.attention_heads(), limits.max_requests)
     words = sum(sizes) + Staging.words(limits, machine.block_size)
     return sum(arenas) + 4 * words + Sampler.nbytes(limits, spec.vocab_size)

@@ -9,8 +9,8 @@ import pytest
 from playwright.async_api import expect
 
 from minserve.config import PoolConfig, PoolsConfig
-from minserve.engine import Progress
 from minserve.request import FinishReason
+from minserve.status import PromptProgress
 from minserve.text.template import ChatTemplate
 from tests.server.browser.pages import IN_BROWSER, Open, begin, finish, idle, send, tokens
 from tests.server.fakes import FakeEngine, say
@@ -26,9 +26,9 @@ async def test_chats_shows_every_state_and_keeps_the_conversation(open_page: Ope
         await send(page, "Hi <b>there</b>")
         stream = await server.engine.stream()
         state = page.locator(".state")
-        stream.progress = Progress("queued", 0, 40, 2)
+        stream.progress = PromptProgress("queued", 0, 40, 2)
         await expect(state).to_have_text("Waiting, 2 ahead")
-        stream.progress = Progress("prefill", 16, 40, 0)
+        stream.progress = PromptProgress("prefill", 16, 40, 0)
         await expect(state).to_have_text("Reading the prompt, 16 of 40 tokens")
         await expect(page.get_by_label("Prompt read")).to_have_attribute("value", "16")
         tokens(stream, "Hello **world**")
@@ -54,7 +54,7 @@ async def test_a_short_queue_is_visible_before_the_server_says_anything(open_pag
         stream = await server.engine.stream()
         await expect(page.locator(".state")).to_have_text("Waiting for a seat")
         await expect(page.locator("#announcer")).to_have_text("Waiting for a seat")
-        stream.progress = Progress("prefill", 16, 40, 0)
+        stream.progress = PromptProgress("prefill", 16, 40, 0)
         await expect(page.locator(".state")).to_have_text("Reading the prompt, 16 of 40 tokens")
         tokens(stream, "Hello")
         await expect(page.locator(".content")).to_have_text("Hello")
