@@ -17,16 +17,18 @@ from pathlib import Path
 
 from minserve.config import Config
 from minserve.economics.alerts import Alerts, Send
+from minserve.economics.caps import Scope
 from minserve.economics.clock import SteadyClock
 from minserve.economics.device import DeviceHours, priced
 from minserve.economics.history import reset_statement
 from minserve.economics.journal import Journal, OnRow
 from minserve.economics.keys import Identity, Keyring
 from minserve.economics.ledger import Ledger, ledger_path
-from minserve.economics.limits import Limiter, Scope, Ticket, rate_headers
+from minserve.economics.limiter import Limiter, Ticket
 from minserve.economics.loops import Repeats, Runs
 from minserve.economics.payers import Payers, check_cost
 from minserve.economics.prices import Prices
+from minserve.economics.rate_limits import rate_headers
 from minserve.economics.reconfigure import reconfigure
 from minserve.economics.reservation import Admission, Reservation
 from minserve.economics.restore import restore
@@ -214,7 +216,7 @@ class Accounting:
 
     def headers(self, identity: Identity) -> dict[str, str]:
         """`x-ratelimit-*` for a reply to `identity`."""
-        return rate_headers(self.limiter, self.payers.shown(identity), self.clock())
+        return rate_headers(self.limiter.windows(self.payers.shown(identity)), self.clock())
 
     def reset(self, scope: Scope) -> bool:
         """An operator forgives: the scope's counters start again at zero, also after a restart. False if nothing is

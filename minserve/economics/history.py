@@ -12,8 +12,8 @@ import sqlite3
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from minserve.economics.caps import Scope
 from minserve.economics.clock import BELIEVABLE_S
-from minserve.economics.limits import Scope
 from minserve.economics.rows import REFUSED, STATIC
 from minserve.economics.windows import Amount, Period
 

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 
 from minserve.config import LoopsConfig
 from minserve.economics.alerts import Alert, Alerts
+from minserve.economics.caps import Limit, Payer, Scope
 from minserve.economics.keys import Identity
-from minserve.economics.limits import Limit, Limiter, Payer, Scope
+from minserve.economics.limiter import Limiter
 from minserve.economics.prices import nano
 from minserve.economics.windows import Period
 from minserve.request import RequestError

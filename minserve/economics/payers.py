@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from minserve.config import Config, LimitConfig, SpendConfig
+from minserve.economics.caps import Limit, Payer, Scope
 from minserve.economics.keys import Identity
-from minserve.economics.limits import Limit, Payer, Scope
 from minserve.economics.loops import LIFE, Runs
 from minserve.economics.prices import Prices, money, nano
 from minserve.economics.windows import Period

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from minserve.config import Config
+from minserve.economics.caps import Scope
 from minserve.economics.device import priced
 from minserve.economics.history import SCOPE_COLUMNS, resets
 from minserve.economics.keys import Keyring
-from minserve.economics.limits import Limiter, Scope
+from minserve.economics.limiter import Limiter
 from minserve.economics.loops import Runs
 from minserve.economics.payers import Payers
 from minserve.economics.prices import Prices

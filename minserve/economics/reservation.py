@@ -11,7 +11,7 @@ from typing import Protocol
 import msgspec
 
 from minserve.economics.keys import Identity
-from minserve.economics.limits import Ticket
+from minserve.economics.limiter import Ticket
 from minserve.economics.prices import money
 from minserve.economics.rows import Row
 from minserve.economics.settlement import Settlement

@@ -8,7 +8,8 @@ from __future__ import annotations
 import sqlite3
 
 from minserve.economics import history
-from minserve.economics.limits import Limiter, Scope
+from minserve.economics.caps import Scope
+from minserve.economics.limiter import Limiter
 from minserve.economics.loops import LIFE, Runs
 from minserve.economics.payers import Payers
 from minserve.economics.spend import WEEK_S, PromptDrift

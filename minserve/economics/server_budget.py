@@ -7,7 +7,8 @@ anything: the limit is one more scope of the limiter.
 from __future__ import annotations
 
 from minserve.economics.alerts import Alerts
-from minserve.economics.limits import Limit, Limiter
+from minserve.economics.caps import Limit
+from minserve.economics.limiter import Limiter
 from minserve.economics.payers import SERVER
 from minserve.economics.spend import SpendAlerts
 from minserve.economics.windows import Amount

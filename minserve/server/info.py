@@ -12,8 +12,8 @@ from typing import Any
 from aiohttp import web
 
 import minserve
+from minserve.economics.caps import Scope
 from minserve.economics.history import SCOPE_COLUMNS
-from minserve.economics.limits import Scope
 from minserve.observe.metrics import CONTENT_TYPE
 from minserve.request import RequestError
 from minserve.server.errors import not_found

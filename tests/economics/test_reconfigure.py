@@ -19,9 +19,9 @@ from minserve.config import (
     UserConfig,
 )
 from minserve.economics.accounting import Accounting
+from minserve.economics.caps import Scope
 from minserve.economics.keys import digest, narrow
 from minserve.economics.ledger import Ledger
-from minserve.economics.limits import Scope
 from minserve.economics.reservation import Admission, Reservation
 from minserve.economics.rows import Row
 from minserve.economics.settlement import Settlement

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from minserve.economics.accounting import Accounting
+from minserve.economics.caps import Scope
 from minserve.economics.clock import SteadyClock
 from minserve.economics.keys import narrow
 from minserve.economics.ledger import Ledger
-from minserve.economics.limits import Scope
 from minserve.economics.windows import Period
 from tests.economics.calls import DONE, call, day, local, refused
 

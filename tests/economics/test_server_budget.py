@@ -7,7 +7,7 @@ from typing import Any
 
 from minserve.config import Config, SpendConfig
 from minserve.economics.accounting import Accounting
-from minserve.economics.limits import Scope
+from minserve.economics.caps import Scope
 from minserve.economics.settlement import Settlement
 from tests.economics.calls import DONE, PRICES, call, refused
 

@@ -22,10 +22,10 @@ from minserve.config import (
     UserConfig,
 )
 from minserve.economics.accounting import Accounting
+from minserve.economics.caps import Limit, Scope
 from minserve.economics.clock import SteadyClock
 from minserve.economics.keys import digest
 from minserve.economics.ledger import Ledger
-from minserve.economics.limits import Limit, Scope
 from minserve.economics.reservation import Reservation
 from minserve.economics.rows import Row
 from minserve.economics.windows import ZERO, Amount, Period
