@@ -15,6 +15,7 @@ import numpy as np
 
 from minserve.backend.base import StepLimits
 from minserve.backend.cuda_backend import ops
+from minserve.backend.cuda_backend.kernels import DTYPES
 from minserve.backend.cuda_backend.ops import Buffer, Machine
 from minserve.backend.cuda_backend.step import Shape, Step
 from minserve.backend.cuda_backend.weights import Matrix
@@ -66,8 +67,8 @@ class Bench:
         return 1 if self.tiny else max(2, min(64, -(-self.cache_bytes // max(size, 1))))
 
     def buffer(self, rows: int, cols: int, kind: str = COMPUTE) -> Buffer:
-        size = 4 if kind == "float" else 2
-        data = self.bytes(rows * cols * size).view(np.float32 if kind == "float" else np.uint16)
+        dtype = DTYPES[kind]
+        data = self.bytes(rows * cols * dtype.itemsize).view(dtype)
         return Buffer(kind, cols, False, data.reshape(rows, cols))
 
     def matrix(self, format: str, n: int, k: int, *, pairs: bool = False) -> Matrix:

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from minserve.backend.base import Heads
+from minserve.backend.base import Activation, Heads
 from minserve.backend.cuda_backend import ops
 from minserve.backend.cuda_backend.attention import Attention, Scratch
+from minserve.backend.cuda_backend.kernels import cdiv
 from minserve.backend.cuda_backend.weights import LAYOUTS, Rope
 from minserve.backend.tensor import BLOCKS, Encoding
 from tests.gpu.bench import COMPUTE, Bench, Case, launch, step
@@ -35,8 +36,8 @@ def product(b: Bench, name: str, format: str, rows: int, n: int, k: int) -> Case
     weights += [b.matrix(format, n, k, pairs=glu) for _ in range(1, b.copies(weights[0].nbytes))]
     x, wide = b.buffer(rows, k), b.buffer(rows, n) if glu else None
     out = b.buffer(rows, n // 2 if glu else n, "float" if head else COMPUTE)
-    activation, at = "silu" if glu else None, step(rows, {})
-    launches = [launch(ops.Linear(b.m, out, x, weight, activation, wide), at) for weight in weights]
+    activation: Activation | None = "silu" if glu else None
+    launches = [launch(ops.Linear(b.m, out, x, weight, activation, wide), step(rows, {})) for weight in weights]
     moved = weights[0].nbytes + 2 * rows * k + rows * out.cols * (4 if head else 2)
     kind = "skinny_gemm" if rows <= ops.SKINNY_ROWS[format] else "cuBLAS"
     return Case(kind, f"{name} {format}, {rows} rows", moved, 2 * rows * n * k, launches)
@@ -84,7 +85,7 @@ def row_by_row(b: Bench) -> Iterator[Case]:
     """Norms, rotation, activation, embedding."""
     d, f, v = (64, 96, 80) if b.tiny else (4096, 14336, 128256)
     h = Heads(4, 2, 16, 1.0) if b.tiny else Heads(32, 8, 128, 1.0)
-    weight = ops.Scale(b.bytes(4 * d).view(np.float32), 1e-5)
+    weight = ops.NormWeight(b.bytes(4 * d).view(np.float32), 1e-5)
     table, angles = b.matrix("Dense", v, d), b.bytes(4 * 8192 * h.dim // 2).view(np.float32).reshape(8192, h.dim // 2)
     cache = b.bytes(8192 * h.kv * h.dim * 4).view(np.uint16)
     for rows in (1, 3) if b.tiny else (1, 64, 4096):
@@ -131,5 +132,5 @@ def repack(b: Bench, source: str, format: str, n: int, k: int) -> Case:
     kernel, block = b.m.kernels.get("repack", "repack", source, format), BLOCKS[Encoding(source)]
     w, blocks = b.matrix(format, n, k), b.bytes(n * k // block.weights * block.nbytes)
     arrays, sizes = (w.data, w.scales, w.minima, blocks), (np.int32(0), np.int32(n), np.int32(k))
-    launches = [lambda: kernel((ops.cdiv(n * k, 32 * 256),), 256, *arrays, *sizes)] * 8
+    launches = [lambda: kernel((cdiv(n * k, 32 * 256),), 256, *arrays, *sizes)] * 8
     return Case("repack", f"{source} to {format}, {n} x {k}", w.nbytes + blocks.nbytes, 0, launches)

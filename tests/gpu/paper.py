@@ -17,9 +17,9 @@ import numpy as np
 from minserve.backend.base import Heads, StepLimits
 from minserve.backend.cuda_backend import ops
 from minserve.backend.cuda_backend.attention import Attention, Scratch, decode_launch, decode_splits
-from minserve.backend.cuda_backend.kernels import Kernels
+from minserve.backend.cuda_backend.kernels import DTYPES, Kernels, cdiv
 from minserve.backend.cuda_backend.lowering import Lowering
-from minserve.backend.cuda_backend.ops import Buffer, Machine
+from minserve.backend.cuda_backend.ops import Buffer, Instruction, Machine
 from minserve.backend.cuda_backend.recorder import Recorder
 from minserve.backend.cuda_backend.weights import Matrix, Rope, choose_format
 from minserve.backend.tensor import Encoding, HostTensor
@@ -157,47 +157,59 @@ class PaperProgram:
         self.spec = model.spec
 
     def works(self, load: Load) -> list[Work]:
-        return [
-            work
-            for instruction, _ in self.instructions
-            for work in getattr(self, f"_{type(instruction).__name__}")(instruction, load)
-        ]
+        return [work for instruction, _ in self.instructions for work in self._work(instruction, load)]
+
+    def _work(self, instruction: Instruction, load: Load) -> Iterator[Work]:
+        match instruction:
+            case ops.Embed():
+                return self._embed(instruction, load)
+            case ops.Norm():
+                return self._norm(instruction, load)
+            case ops.Linear():
+                return self._linear(instruction, load)
+            case ops.AddBias():
+                return self._add_bias(instruction, load)
+            case ops.RopeKV():
+                return self._rope_kv(instruction, load)
+            case Attention():
+                return self._attention(instruction, load)
+        raise NotImplementedError(type(instruction).__name__)  # of no model that we have
 
     @staticmethod
     def _rows(buffer: Buffer, load: Load) -> int:
         return len(load.counts) if buffer.sampled else load.tokens
 
-    def _Embed(self, i: ops.Embed, load: Load) -> Iterator[Work]:
+    def _embed(self, i: ops.Embed, load: Load) -> Iterator[Work]:
         yield Work("embed", load.tokens * (i._table.data.shape[1] + 4 * i._table.k), load.tokens * i._table.k)
 
-    def _Norm(self, i: ops.Norm, load: Load) -> Iterator[Work]:
-        n, x = self._rows(i._out, load) * i._x.cols, {"float": 4}.get(i._x.type, 2)
+    def _norm(self, i: ops.Norm, load: Load) -> Iterator[Work]:
+        n, x = self._rows(i._out, load) * i._x.cols, DTYPES[i._x.type].itemsize
         added = i._branch is not None
         branch = added * (2 + (0 if i._gather else 4))  # read it, write the sum
         yield Work("rms_norm", n * (x + branch + 2) + 4 * i._x.cols, n * (4 + added))
 
-    def _Linear(self, i: ops.Linear, load: Load) -> Iterator[Work]:
+    def _linear(self, i: ops.Linear, load: Load) -> Iterator[Work]:
         w, rows, x = i._weight, self._rows(i._out, load), 2 * self._rows(i._out, load) * i._weight.k
-        size, flops = 4 if i._out.type == "float" else 2, 2 * rows * w.n * w.k
+        size, flops = DTYPES[i._out.type].itemsize, 2 * rows * w.n * w.k
         if rows <= ops.SKINNY_ROWS[w.format]:
             yield Work("skinny_gemm", w.nbytes + x + size * rows * i._out.cols, flops)
             return
-        slabs = 1 if w.format == "Dense" else ops.cdiv(w.n, ops.SLAB_BYTES // (2 * w.k))
+        slabs = 1 if w.format == "Dense" else cdiv(w.n, ops.SLAB_BYTES // (2 * w.k))
         if w.format != "Dense":
             yield Work("dequantize", w.nbytes + 2 * w.n * w.k, w.n * w.k, slabs)
         yield Work("cuBLAS", 2 * w.n * w.k + slabs * x + size * rows * w.n, flops, slabs)
         if i._glu is not None:
             yield Work("glu", 6 * rows * i._out.cols, 5 * rows * i._out.cols)
 
-    def _AddBias(self, i: ops.AddBias, load: Load) -> Iterator[Work]:
+    def _add_bias(self, i: ops.AddBias, load: Load) -> Iterator[Work]:
         n = self._rows(i._x, load) * i._x.cols
         yield Work("add_bias", 4 * n, n)
 
-    def _RopeKV(self, i: ops.RopeKV, load: Load) -> Iterator[Work]:
+    def _rope_kv(self, i: ops.RopeKV, load: Load) -> Iterator[Work]:
         rotated = (i._heads.q + i._heads.kv) * 2 * i._rope.half
         yield Work("rope_kv", load.tokens * (4 * i._heads.cols + 8 * i._rope.half), load.tokens * 3 * rotated)
 
-    def _Attention(self, i: Attention, load: Load) -> Iterator[Work]:
+    def _attention(self, i: Attention, load: Load) -> Iterator[Work]:
         h, requests = i._heads, list(zip(load.counts, load.contexts, strict=True))
         chunks = [(count, context) for count, context in requests if count > 1]
         singles = [(count, context) for count, context in requests if count == 1]
@@ -214,7 +226,7 @@ def used_splits(h: Heads, context: int, splits: int) -> int:
     """Splits that get any tokens of a context, as decode_attention.cu cuts it."""
     tokens = decode_launch(h.dim)[0] // 2  # 16 for each warp
     whole = context - max(0, context - (h.window or context)) // 16 * 16
-    return ops.cdiv(whole, ops.cdiv(whole, splits * tokens) * tokens)
+    return cdiv(whole, cdiv(whole, splits * tokens) * tokens)
 
 
 def attended(h: Heads, requests: Sequence[tuple[int, int]]) -> tuple[int, int]:

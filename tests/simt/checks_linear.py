@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 
+from minserve.backend.base import Activation
 from minserve.backend.cuda_backend import ops
 from minserve.backend.cuda_backend.blas import Output
 from minserve.backend.cuda_backend.weights import FACTORS, FLOAT16_MAX, LAYOUTS, Matrix, Uploader
@@ -103,7 +104,7 @@ def linear(kit: Kit, encodings: tuple[Encoding, ...], rows: int, n: int, k: int,
     kit.compare(out.array, kit.host(x.array) @ exact(kit, tensors, matrix, rows).T, out.type, scale=2)
 
 
-def gated(kit: Kit, encodings: tuple[Encoding, ...], activation: str, rows: int, width: int, k: int) -> None:
+def gated(kit: Kit, encodings: tuple[Encoding, ...], activation: Activation, rows: int, width: int, k: int) -> None:
     m, tensors = kit.machine(), [host_tensor(i, width, k, e) for i, e in enumerate((*encodings, *encodings)[:2])]
     matrix = Uploader(kit.cp, kit.compute).matrix(tensors, pairs=True)
     x, out = kit.buffer(normal(3, rows, k, scale=k**-0.5)), kit.result(rows, width)
@@ -168,6 +169,6 @@ CHECKS: dict[str, Check] = {
     "linear Dense 1x19x200": partial(linear, encodings=(F32,), rows=1, n=19, k=200, out_type=""),
     "linear of mixed tensors": partial(linear, encodings=(Q4_0, Q8_0, Q5_1), rows=2, n=20, k=96, out_type=""),
     **{f"gated {name} {a} {rows} rows": partial(gated, encodings=e, activation=a, rows=rows, width=24, k=k)
-       for (name, (e, k)), a, rows in product(FORMATS.items(), ("silu", "gelu"), (1, 9, 20))},
+       for (name, (e, k)), a, rows in product(FORMATS.items(), get_args(Activation), (1, 9, 20))},
     **{f"large product {name}": partial(large_product, encodings=e, k=k) for name, (e, k) in FORMATS.items()},
 }  # fmt: skip

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import product
+from typing import get_args
 
 import numpy as np
 
-from minserve.backend.base import Heads
+from minserve.backend.base import Activation, Heads
 from minserve.backend.cuda_backend import ops
-from minserve.backend.cuda_backend.ops import Scale
+from minserve.backend.cuda_backend.ops import NormWeight
 from minserve.backend.cuda_backend.weights import Rope, Uploader
 from minserve.backend.tensor import Encoding
 from tests.simt import reference
@@ -22,7 +23,7 @@ def norm(kit: Kit, rows: int, cols: int, kind: str) -> None:
     """Alone, on a float32 residual stream or on a branch."""
     m, x, weight = kit.machine(), normal(1, rows, cols), normal(2, cols)
     out, source = kit.result(rows, cols), kit.buffer(x, kind or kit.compute)
-    kit.run(m, ops.Norm(m, out, source, Scale(kit.array(weight, "float"), 1e-5)), step_of(rows))
+    kit.run(m, ops.Norm(m, out, source, NormWeight(kit.array(weight, "float"), 1e-5)), step_of(rows))
     kit.compare(out.array, reference.rms_norm(kit.host(source.array), weight, 1e-5))
 
 
@@ -33,8 +34,8 @@ def norm_of_sum(kit: Kit, rows: int, cols: int, post: bool, gather: bool) -> Non
     picked = np.array([rows - 1, 0, rows // 2], np.int32) if gather else np.arange(rows)
     residual, b = kit.buffer(x, "float"), kit.buffer(branch)
     out = kit.result(len(picked), cols, sampled=gather)
-    posts = Scale(kit.array(post_weight, "float"), 1e-2) if post else None
-    instruction = ops.Norm(m, out, residual, Scale(kit.array(weight, "float"), 1e-3), b, posts)
+    posts = NormWeight(kit.array(post_weight, "float"), 1e-2) if post else None
+    instruction = ops.Norm(m, out, residual, NormWeight(kit.array(weight, "float"), 1e-3), b, posts)
     kit.run(m, instruction, step_of(rows, len(picked), inputs={"logit_rows": kit.ints(picked)}))
     addend = kit.host(b.array)
     total = x + (reference.rms_norm(addend, post_weight, 1e-2) if post else addend)
@@ -83,7 +84,7 @@ def add_bias(kit: Kit, kind: str) -> None:
     kit.compare(x.array, want, x.type)
 
 
-def glu(kit: Kit, activation: str, rows: int, width: int) -> None:
+def glu(kit: Kit, activation: Activation, rows: int, width: int) -> None:
     m, x = kit.machine(), normal(1, rows, 2 * width, scale=3)
     x[0, 0], x[-1, 7] = 60, -90  # where exp overflows or vanishes
     source, out = kit.buffer(x), kit.result(rows, width)
@@ -167,7 +168,7 @@ CHECKS: dict[str, Check] = {
     "cast": partial(cast, rows=3, cols=264),
     **{f"add_bias {kind or 'to a branch'}": partial(add_bias, kind=kind) for kind in ("float", "")},
     **{f"glu {a} {r}x{w}": partial(glu, activation=a, rows=r, width=w)
-       for a, (r, w) in product(("silu", "gelu"), ((1, 8), (7, 712)))},
+       for a, (r, w) in product(get_args(Activation), ((1, 8), (7, 712)))},
     **{f"rope_kv {h.q}/{h.kv} D={h.dim} half={half} block={b} bias={bias} norms={n or 'none'}":
        partial(rope_kv, heads=h, half=half, block_size=b, bias=bias, norms=n) for h, half, b, bias, n in HEADS},
     "copy_blocks": copy_blocks,

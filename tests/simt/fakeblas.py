@@ -36,9 +36,6 @@ class FakeBlas:
         handle._obj.value = 1
         return SUCCESS
 
-    def cublasDestroy_v2(self, handle: ctypes.c_void_p) -> int:
-        return SUCCESS
-
     def cublasSetStream_v2(self, handle: ctypes.c_void_p, stream: ctypes.c_void_p) -> int:
         self._stream, self._workspace = Stream._all[stream.value or 0], (0, 0)
         return SUCCESS

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from minserve.backend.cuda_backend.blas import Blas
-from minserve.backend.cuda_backend.kernels import Kernels
+from minserve.backend.cuda_backend.kernels import DTYPES, Kernels
 from minserve.backend.cuda_backend.ops import SLAB_BYTES, Buffer, Instruction, Machine
 from minserve.backend.cuda_backend.step import Shape, Step
 from minserve.backend.tensor import BLOCKS, Encoding, HostTensor, bfloat16_to_float32, float32_to_bfloat16
@@ -44,8 +44,8 @@ class Kit:
     compute: str
 
     def machine(self, *, sms: int = 4, block_size: int = 16, max_model_len: int = 512) -> Machine:
-        scratch = self.cp.empty(SLAB_BYTES // 2, np.float16 if self.compute == "half" else np.uint16)
-        return Machine(self.cp, Kernels(self.cp), self.blas, self.compute, sms, block_size, max_model_len, scratch)
+        slab = self.cp.empty(SLAB_BYTES // 2, DTYPES[self.compute])
+        return Machine(self.cp, Kernels(self.cp), self.blas, self.compute, sms, block_size, max_model_len, slab)
 
     # -- arrays ------------------------------------------------------------------
     def array(self, values: npt.NDArray[Any], kind: str | None = None) -> Any:

@@ -17,7 +17,7 @@ from minserve.backend.cuda_backend import ops
 from minserve.backend.cuda_backend.attention import Attention, Scratch, decode_splits
 from minserve.backend.cuda_backend.backend import MAX_REQUESTS
 from minserve.backend.cuda_backend.kernels import Kernels
-from minserve.backend.cuda_backend.ops import Buffer, Instruction, Machine, Scale
+from minserve.backend.cuda_backend.ops import Buffer, Instruction, Machine, NormWeight
 from minserve.backend.cuda_backend.step import Shape, Step
 from minserve.backend.cuda_backend.weights import Matrix, Rope
 from tests.simt.emulator import MAX_GRID_YZ
@@ -45,7 +45,7 @@ class Recording:
 
 def machine(cp: Recording) -> Machine:
     blas: Any = SimpleNamespace(linear=lambda *_: None)
-    return Machine(cp, Kernels(cp), blas, "half", sms=4, block_size=16, max_model_len=512, scratch=None)
+    return Machine(cp, Kernels(cp), blas, "half", sms=4, block_size=16, max_model_len=512, slab=None)
 
 
 def launched(cp: Recording, m: Machine, instruction: Instruction, step: Step) -> list[Launch]:
@@ -91,7 +91,7 @@ def cases(m: Machine) -> Iterator[tuple[str, Instruction, Step, dict[str, int]]]
     d, f, tokens, rows = 96, 40, 301, 7
     many = {"T": tokens, "S": rows, "elements": tokens * d, "sampled": False}
     at, weight, x = step(tokens, rows=rows), Matrix("Dense", 72, d, None), buffer(d)
-    norm = Scale(None, 1e-5)
+    norm = NormWeight(None, 1e-5)
     yield "embed", ops.Embed(m, x, weight, 1.0), at, many
     yield "take", ops.Take(m, buffer(d, sampled=True), x), at, many
     yield "rms_norm", ops.Norm(m, x, x, norm), at, many
@@ -101,8 +101,8 @@ def cases(m: Machine) -> Iterator[tuple[str, Instruction, Step, dict[str, int]]]
     yield "add_bias", ops.AddBias(m, x, None), at, many
     yield "glu", ops.Glu(m, buffer(f), buffer(2 * f), "silu"), at, many | {"F": f}
     for glu in (False, True):
-        out, activation = buffer(36 if glu else 72), "silu" if glu else None
-        linear = ops.Linear(m, out, x, weight, activation, buffer(72) if glu else None)
+        out = buffer(36 if glu else 72)
+        linear = ops.Linear(m, out, x, weight, "silu" if glu else None, buffer(72) if glu else None)
         yield "skinny_gemm", linear, step(5), {"n": out.cols, "glu": glu}
     quantized = Matrix("Int8", 72, d, None)
     yield "dequantize", ops.Linear(m, buffer(72), x, quantized), at, {"n": 72, "k": d}

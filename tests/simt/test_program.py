@@ -553,7 +553,7 @@ class TestBackend:
             assert (choose_format(tensors) == "Dense") is bool(floats & {*pair})
 
     def test_weights_are_uploaded_in_slabs(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("minserve.backend.cuda_backend.weights.SLAB_BYTES", 4 * 32 * 3)
+        monkeypatch.setattr("minserve.backend.cuda_backend.weights.UPLOAD_BYTES", 4 * 32 * 3)
         values = normal(0, 10, 32).astype(np.float16).astype(np.float32)
         matrix = cuda_backend(compute="half").prepare_linear([HostTensor.from_array("w", values)])
         assert (matrix.data.get().view(np.float16) == values).all()

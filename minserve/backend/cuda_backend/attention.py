@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from minserve.backend.base import BackendError, Heads
-from minserve.backend.cuda_backend.ops import Buffer, Machine, cdiv, f32, i32
+from minserve.backend.cuda_backend.kernels import cdiv, f32, i32
+from minserve.backend.cuda_backend.ops import Buffer, Machine
 from minserve.backend.cuda_backend.step import Step
 
 NO_WINDOW = 1 << 30

@@ -20,10 +20,10 @@ import numpy.typing as npt
 
 from minserve.backend.base import BackendError, Forward, KVSpec, ModelSpec, Peaks, StepLimits
 from minserve.backend.cuda_backend.blas import Blas, Output
-from minserve.backend.cuda_backend.kernels import Kernels, Progress
+from minserve.backend.cuda_backend.kernels import DTYPES, Kernels, Progress
 from minserve.backend.cuda_backend.ops import SLAB_BYTES, Machine
 from minserve.backend.cuda_backend.program import CudaProgram, scratch_memory
-from minserve.backend.cuda_backend.weights import COMPUTE_TYPES, Matrix, Rope, Uploader
+from minserve.backend.cuda_backend.weights import Matrix, Rope, Uploader
 from minserve.backend.tensor import Encoding, HostTensor
 
 MAX_HEAD_DIM = 256
@@ -57,7 +57,7 @@ class CudaBackend:
         self._cp, self._compute, self._graphs, self._progress = cp, compute, graphs, progress
         self.block_size = block_size
         self._blas = Blas(cp, blas_library)
-        self._scratch = cp.empty(SLAB_BYTES, np.uint8)
+        self._slab = cp.empty(SLAB_BYTES, np.uint8)
         self._device = cp.cuda.Device(0)
 
     @property
@@ -135,9 +135,9 @@ class CudaBackend:
     def build(self, forward: Forward, spec: ModelSpec, limits: StepLimits) -> CudaProgram:
         check_sizes(spec, limits)
         self._cp.cuda.get_current_stream().synchronize()  # uploads, before another stream reads them
-        options: dict[str, Any] = {"graphs": self._graphs, "progress": self._progress}
         with self._memory("Lower memory_fraction, max_num_batched_tokens or max_logit_rows."):
-            return CudaProgram(self.machine(limits), forward, spec, limits, **options)
+            machine = self.machine(limits)
+            return CudaProgram(machine, forward, spec, limits, graphs=self._graphs, progress=self._progress)
 
     @contextmanager
     def _memory(self, advice: str) -> Iterator[None]:
@@ -157,7 +157,7 @@ class CudaBackend:
             sms=int(self._device.attributes["MultiProcessorCount"]),
             block_size=self.block_size,
             max_model_len=limits.max_model_len,
-            scratch=self._scratch.view(COMPUTE_TYPES[compute]),
+            slab=self._slab.view(DTYPES[compute]),
         )
 
 

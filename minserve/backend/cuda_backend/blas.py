@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from minserve.backend.base import BackendError
+from minserve.backend.cuda_backend.kernels import DTYPES
 
 # Values of cudaDataType_t, cublasComputeType_t, cublasGemmAlgo_t, cublasOperation_t.
 R_32F, R_16F, R_16BF = 0, 2, 14
@@ -65,7 +66,7 @@ class Blas:
     def linear(self, out: Output, x: Any, weight: Any, m: int, n: int, k: int, type: str) -> None:
         """out[:m, first:first + n] = x[:m] @ weight[:n].T, accumulated in float32; x, weight [., k], row-major."""
         stream = ctypes.c_void_p(self._cp.cuda.get_current_stream().ptr)
-        target = out.array.data.ptr + out.first * (4 if out.type == "float" else 2)
+        target = out.array.data.ptr + out.first * DTYPES[out.type].itemsize
         pointers = [ctypes.c_void_p(address) for address in (weight.data.ptr, x.data.ptr, target)]
         # Setting the stream resets the workspace, so it is set again after it.
         self._check("cublasSetStream_v2", self._library.cublasSetStream_v2(self._handle, stream))

@@ -1,6 +1,7 @@
 """The .cu files, compiled for the loaded model: only the instantiations that were asked for.
 
-Owns reading the sources and the modules made of them. It must not know what a kernel computes or who launches it.
+Owns reading the sources, the modules made of them, and what kernels take: their number types as NumPy has them. It must
+not know what a kernel computes or who launches it.
 """
 
 from __future__ import annotations
@@ -16,9 +17,19 @@ from minserve.backend.base import BackendError
 
 Progress = Callable[[str], None]
 _INCLUDE = re.compile(r'\s*#\s*include\s+"([^"]+)"')
-STATIC_SHARED_LIMIT = 47 * 1024  # bytes of shared memory a kernel may ask for without opting in: 48 KiB less the
-# little that it declares itself
+# Bytes of shared memory that a launch may ask for without opting in: 48 KiB less the little that kernels declare.
+STATIC_SHARED_LIMIT = 47 * 1024
+DTYPES: dict[str, np.dtype[Any]] = {  # NumPy has no bfloat16: its bits
+    "float": np.dtype(np.float32),
+    "half": np.dtype(np.float16),
+    "bf16": np.dtype(np.uint16),
+}
+i32, f32 = np.int32, np.float32
 NULL = np.uint64(0)  # CuPy passes None as some other address (cupy/cupy#9046)
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
 
 
 def read_source(name: str) -> str:

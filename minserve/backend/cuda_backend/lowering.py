@@ -17,7 +17,8 @@ import numpy as np
 from minserve.backend.base import StepLimits
 from minserve.backend.cuda_backend import ops
 from minserve.backend.cuda_backend.attention import Attention, Scratch
-from minserve.backend.cuda_backend.ops import Buffer, Instruction, Machine, Scale
+from minserve.backend.cuda_backend.kernels import DTYPES
+from minserve.backend.cuda_backend.ops import Buffer, Instruction, Machine, NormWeight
 from minserve.backend.cuda_backend.recorder import (
     Attended,
     Embedded,
@@ -30,9 +31,6 @@ from minserve.backend.cuda_backend.recorder import (
     Taken,
     Value,
 )
-
-SIZES = {"float": 4, "half": 2, "bf16": 2}
-DTYPES = {"float": np.float32, "half": np.float16, "bf16": np.uint16}
 
 
 @dataclass(slots=True)
@@ -148,11 +146,11 @@ class Lowering:
         if isinstance(x, Sum) and self._norm_of_sum(x) is v:
             residual, summand = x.inputs
             if isinstance(summand, Normed) and self._sum_of_norm(summand) is x:
-                post, summand = Scale(summand.weight, summand.eps), summand.inputs[0]
+                post, summand = NormWeight(summand.weight, summand.eps), summand.inputs[0]
             branch = self._buffer(summand)
             self._buffers[id(x)] = self._buffer(residual)  # the sum takes the residual's place
         out, source = self._buffer(v), self._buffer(x)
-        norm = ops.Norm(self._m, out, source, Scale(v.weight, v.eps), branch, post)
+        norm = ops.Norm(self._m, out, source, NormWeight(v.weight, v.eps), branch, post)
         self._emit(norm, out, source, branch)
 
     def _linear(self, v: Product) -> None:
@@ -187,30 +185,37 @@ class Lowering:
     def arenas(self, limits: StepLimits) -> tuple[list[int], list[tuple[Buffer, int]]]:
         """Bytes of each arena, and in which one each buffer lies: those that are never live together share it."""
         lives = live_ranges([buffers for _, buffers in self._uses], self._buffer(self._output))
-        slots: list[tuple[int, int]] = []  # (bytes, last use) of each slot
+        arenas: list[tuple[int, int]] = []  # (bytes, last use) of each
         chosen: list[tuple[Buffer, int]] = []
         for buffer, (first, last) in lives:
-            size = SIZES[buffer.type] * buffer.cols * (limits.max_rows if buffer.sampled else limits.max_tokens)
-            free = [i for i, (_, until) in enumerate(slots) if until < first]
+            size = nbytes(buffer, limits)
+            free = [i for i, (_, until) in enumerate(arenas) if until < first]
             if free:  # the one that has to grow least, then the smallest
-                i = min(free, key=lambda i: (max(0, size - slots[i][0]), slots[i][0]))
-                slots[i] = max(size, slots[i][0]), last
+                i = min(free, key=lambda i: (max(0, size - arenas[i][0]), arenas[i][0]))
+                arenas[i] = max(size, arenas[i][0]), last
             else:
-                i = len(slots)
-                slots.append((size, last))
+                i = len(arenas)
+                arenas.append((size, last))
             chosen.append((buffer, i))
-        return [size for size, _ in slots], chosen
+        return [size for size, _ in arenas], chosen
 
     def finish(self, limits: StepLimits) -> Lowered:
         """Give every buffer memory."""
         sizes, chosen = self.arenas(limits)
         arenas = [self._m.cp.empty(size, np.uint8) for size in sizes]
         for buffer, i in chosen:
-            rows = limits.max_rows if buffer.sampled else limits.max_tokens
-            size = SIZES[buffer.type] * buffer.cols * rows
-            buffer.array = arenas[i][:size].view(DTYPES[buffer.type]).reshape(rows, buffer.cols)
+            numbers = arenas[i][: nbytes(buffer, limits)].view(DTYPES[buffer.type])
+            buffer.array = numbers.reshape(most_rows(buffer, limits), buffer.cols)
         instructions = [(instruction, buffers[0].sampled) for instruction, buffers in self._uses]
         return Lowered(instructions, self._buffer(self._output), arenas)
+
+
+def most_rows(buffer: Buffer, limits: StepLimits) -> int:
+    return limits.max_rows if buffer.sampled else limits.max_tokens
+
+
+def nbytes(buffer: Buffer, limits: StepLimits) -> int:
+    return DTYPES[buffer.type].itemsize * buffer.cols * most_rows(buffer, limits)
 
 
 def live_ranges(uses: list[list[Buffer]], output: Buffer) -> list[tuple[Buffer, tuple[int, int]]]:

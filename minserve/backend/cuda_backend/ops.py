@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from minserve.backend.base import Heads
+from minserve.backend.base import Activation, Heads
 from minserve.backend.cuda_backend.blas import Blas, Output
-from minserve.backend.cuda_backend.kernels import Kernels
+from minserve.backend.cuda_backend.kernels import Kernels, cdiv, f32, i32
 from minserve.backend.cuda_backend.step import Step
 from minserve.backend.cuda_backend.weights import LAYOUTS, Matrix, Rope
 
@@ -26,12 +26,11 @@ Instruction = Callable[[Step], None]
 SKINNY_ROWS = {"Dense": 8} | dict.fromkeys(LAYOUTS, 16)
 SLAB_BYTES = 16 << 20  # dequantized weights at a time: cuBLAS then finds them in the L2 cache
 ACTIVATIONS = {None: "kNone", "silu": "kSilu", "gelu": "kGelu"}
-i32, f32 = np.int32, np.float32
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What instructions are made for. compute: half or bf16. sms: multiprocessors. scratch: SLAB_BYTES of uint8."""
+    """What instructions are made for. compute: half or bf16. sms: multiprocessors. slab: SLAB_BYTES of that type."""
 
     cp: Any
     kernels: Kernels
@@ -40,7 +39,7 @@ class Machine:
     sms: int
     block_size: int
     max_model_len: int
-    scratch: Any
+    slab: Any
 
 
 @dataclass(slots=True, eq=False)
@@ -54,10 +53,6 @@ class Buffer:
 
     def rows(self, step: Step) -> int:
         return step.shape.rows if self.sampled else step.shape.tokens
-
-
-def cdiv(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 class Embed:
@@ -105,8 +100,8 @@ class Add:
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
-    """An RMSNorm: float32 weight [cols] and epsilon."""
+class NormWeight:
+    """Of an RMSNorm: float32 weight [cols] and epsilon."""
 
     weight: Any
     eps: float
@@ -116,13 +111,19 @@ class Norm:
     """out = norm(x), or of x + branch, or of x + post(branch); x keeps the sum, unless only sampled rows are wanted."""
 
     def __init__(
-        self, m: Machine, out: Buffer, x: Buffer, norm: Scale, branch: Buffer | None = None, post: Scale | None = None
+        self,
+        m: Machine,
+        out: Buffer,
+        x: Buffer,
+        norm: NormWeight,
+        branch: Buffer | None = None,
+        post: NormWeight | None = None,
     ) -> None:
         self._shared = 4 * x.cols
         parameters = m.compute, x.type, 256, branch is not None, post is not None
         self._kernel = m.kernels.get("rms_norm", "rms_norm", *parameters, shared=self._shared)
         self._out, self._x, self._branch, self._norm = out, x, branch, norm
-        self._post = post or Scale(None, 0.0)
+        self._post = post or NormWeight(None, 0.0)
         self._gather = out.sampled and not x.sampled
 
     def __call__(self, step: Step) -> None:
@@ -143,7 +144,7 @@ class Linear:
         out: Buffer,
         x: Buffer,
         weight: Matrix,
-        activation: str | None = None,
+        activation: Activation | None = None,
         wide: Buffer | None = None,
     ) -> None:
         self._m, self._out, self._x, self._weight, self._wide = m, out, x, weight, wide
@@ -174,7 +175,7 @@ class Linear:
             n = min(slab, w.n - first)
             dense = w.data
             if w.format != "Dense":
-                dense = m.scratch
+                dense = m.slab
                 packed = w.data, w.scales, w.minima
                 self._dequantize((cdiv(n * w.k, 8 * 256),), 256, dense, *packed, i32(first), i32(n), i32(w.k))
             out = Output(target.array, target.type, w.n, first)
@@ -194,7 +195,7 @@ class AddBias:
 
 
 class Glu:
-    def __init__(self, m: Machine, out: Buffer, x: Buffer, activation: str) -> None:
+    def __init__(self, m: Machine, out: Buffer, x: Buffer, activation: Activation) -> None:
         self._kernel = m.kernels.get("glu", "glu", m.compute, activation == "gelu")
         self._out, self._x = out, x
 

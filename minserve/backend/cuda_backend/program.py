@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from minserve.backend.base import Forward, KVSpec, ModelSpec, StepLimits
 from minserve.backend.cuda_backend.attention import Scratch
-from minserve.backend.cuda_backend.kernels import Progress
-from minserve.backend.cuda_backend.lowering import DTYPES, Lowering
+from minserve.backend.cuda_backend.kernels import DTYPES, Progress
+from minserve.backend.cuda_backend.lowering import Lowering
 from minserve.backend.cuda_backend.ops import Machine
 from minserve.backend.cuda_backend.recorder import Recorder
 from minserve.backend.cuda_backend.sampler import Sampler, adjusted_rows
@@ -152,8 +152,8 @@ class CudaProgram:
         self._closed = True
         self._stream.synchronize()
         self._graphs.clear()
-        for name in ("_lowered", "_caches", "_logits", "_scratch", "_sampler", "_staging", "_pools", "_block_bytes"):
-            self.__dict__.pop(name, None)
+        del self._lowered, self._caches, self._logits, self._scratch
+        del self._sampler, self._staging, self._pools, self._block_bytes
         self._m.cp.get_default_memory_pool().free_all_blocks()
 
 

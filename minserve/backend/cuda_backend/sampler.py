@@ -15,14 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from minserve.backend.base import StepLimits
-from minserve.backend.cuda_backend.kernels import Kernels
+from minserve.backend.cuda_backend.kernels import Kernels, cdiv, i32
 from minserve.backend.cuda_backend.step import Step
 from minserve.batch import Batch, Sampled, SamplingArrays, SeatReset
 from minserve.request import TokenLogprob
 
 THREADS = 1024
 ADJUSTED_ROWS = 32  # rows with penalties, bias or mask that are prepared at a time: bounds a buffer of [rows, V] floats
-i32 = np.int32
 
 
 def adjusted_rows(arrays: SamplingArrays) -> npt.NDArray[np.bool_]:
@@ -54,9 +53,9 @@ class Sampler:
     def _shapes(limits: StepLimits, vocab_size: int) -> dict[str, tuple[tuple[int, ...], type]]:
         """Shape and dtype of the device's arrays."""
         return {
-            "counts": ((limits.max_requests, -(-vocab_size // 2) * 2), np.uint16),  # two to a word
+            "counts": ((limits.max_requests, cdiv(vocab_size, 2) * 2), np.uint16),  # two to a word
             "adjusted": ((min(ADJUSTED_ROWS, limits.max_rows), vocab_size), np.float32),
-            "masks": ((limits.max_rows, -(-vocab_size // 32)), np.uint32),
+            "masks": ((limits.max_rows, cdiv(vocab_size, 32)), np.uint32),
             "tokens": ((limits.max_rows,), np.int32),
         }
 

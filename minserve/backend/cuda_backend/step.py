@@ -1,7 +1,7 @@
 """One step as the device sees it: counts that shape grids, and the integer inputs that kernels read.
 
 Owns the layout of the per-step inputs in one staging buffer, so that a step uploads them in a single copy, at the same
-addresses every time: a captured graph reads the new values. It must not know kernels or sampling.
+addresses every time: a captured graph reads the new values. It must not know what kernels do, nor sampling.
 
 Order in the buffer (4-byte words): the arrays of `sections`, whose sizes follow from the step's shape, then the block
 tables, one request after the other, as long as they are, then what most steps don't have: block copies, the tokens
@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from minserve.backend.base import StepLimits
+from minserve.backend.cuda_backend.kernels import cdiv
 from minserve.batch import Batch
 
 Words = npt.NDArray[np.int32]
@@ -89,7 +90,7 @@ class Staging:
     def words(limits: StepLimits, block_size: int) -> int:
         """Size of the buffer on either side."""
         largest = Shape(limits.max_tokens, limits.max_requests, limits.max_rows)
-        tables = limits.max_requests * -(-limits.max_model_len // block_size)
+        tables = limits.max_requests * cdiv(limits.max_model_len, block_size)
         return sum(size for size, _ in sections(largest).values()) + tables + limits.max_model_len + EXTRA_WORDS
 
     def views(self, shape: Shape, *, keep: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -168,7 +169,7 @@ class Staging:
         else:
             host["query_starts"][1:] = host["context_lens"][:] = longest
             host["positions"][:] = np.arange(longest)
-            host["block_tables"][: -(-longest // self._block_size)] = 0  # every key goes to block 0, and is read there
+            host["block_tables"][: cdiv(longest, self._block_size)] = 0  # every key goes to block 0, and is read there
             host["slots"][:] = np.arange(longest) % self._block_size
         self._device.set(self._host)
         return Step(shape, longest, longest == 1, device)

@@ -14,13 +14,12 @@ from typing import Any
 import numpy as np
 
 from minserve.backend.base import BackendError
-from minserve.backend.cuda_backend.kernels import Kernels
+from minserve.backend.cuda_backend.kernels import DTYPES, Kernels, cdiv, i32
 from minserve.backend.tensor import BLOCKS, Encoding, HostTensor, float32_to_bfloat16
 
 ALIGNMENT = 8  # columns: kernels move 8 numbers of 16 bits at once
 FLOAT16_MAX = 65504.0
-SLAB_BYTES = 64 << 20  # of float32 at a time while converting, so that host memory stays bounded
-COMPUTE_TYPES = {"half": np.dtype(np.float16), "bf16": np.dtype(np.uint16)}  # NumPy has no bfloat16: its bits
+UPLOAD_BYTES = 64 << 20  # of float32 at a time while converting, so that host memory stays bounded
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +34,7 @@ class Layout:
     def padded(self, k: int) -> int:
         """Numbers of a row of k, whose last chunk is filled up."""
         chunk = 64 if self.bits == 8 else 128
-        return -(-k // chunk) * chunk
+        return cdiv(k, chunk) * chunk
 
 
 _UP_TO_6_BITS = frozenset(Encoding[e] for e in ("Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K"))
@@ -145,7 +144,7 @@ class Uploader:
         """upload(target, first row, tensor) for slabs of rows."""
         first = 0
         for tensor in tensors:
-            step = max(1, SLAB_BYTES // (4 * tensor.cols))
+            step = max(1, UPLOAD_BYTES // (4 * tensor.cols))
             for start in range(0, tensor.rows, step):
                 slab = tensor.slice_rows(start, min(start + step, tensor.rows))
                 upload(target, first + start, slab)
@@ -162,8 +161,8 @@ class Uploader:
         self._kernels.compile()
         blocks = self._cp.asarray(np.ascontiguousarray(tensor.data))
         threads = tensor.rows * (tensor.cols // 32)
-        rows = np.int32(first), np.int32(tensor.rows), np.int32(matrix.k)
-        kernel((-(-threads // 256),), 256, matrix.data, matrix.scales, matrix.minima, blocks, *rows)
+        rows = i32(first), i32(tensor.rows), i32(matrix.k)
+        kernel((cdiv(threads, 256),), 256, matrix.data, matrix.scales, matrix.minima, blocks, *rows)
         self._cp.cuda.get_current_stream().synchronize()  # `blocks` is dropped
 
 
@@ -171,7 +170,7 @@ def to_compute_type(tensor: HostTensor, compute: str) -> Any:
     """The weights as float16, or as the bits of bfloat16; the file's own numbers where it has that type already."""
     own = {Encoding.F16: "half", Encoding.BF16: "bf16"}.get(tensor.encoding)
     if own == compute:
-        return np.ascontiguousarray(tensor.data).view(COMPUTE_TYPES[compute])
+        return np.ascontiguousarray(tensor.data).view(DTYPES[compute])
     values = tensor.float32()
     if compute == "bf16":
         return float32_to_bfloat16(values)
