@@ -22,7 +22,6 @@ NO_NUMBA = (
     "`pip install numba` where it has a wheel for this Python and processor."
 )
 NEEDS_NUMBA = "the numba backend needs Numba: `pip install numba`"
-NEEDS_CUPY = "the cuda backend needs CuPy: `pip install 'minserve[cuda12]'`, or [cuda13], whichever the driver supports"
 
 
 def create_backend(
@@ -44,21 +43,26 @@ def create_backend(
         raise BackendError(f"the {name} backend does not run on the device {device}")
     arguments: dict[str, Any] = {"weights_id": weights_id, "progress": progress}
     if name == "cuda" or device == "cuda":
-        return _create("cuda_backend", "cupy", NEEDS_CUPY, engine, model, arguments)
+        return _create("cuda_backend", engine, model, arguments)
     if name == "auto" and device == "auto" and _installed("cupy"):
         try:
-            return _create("cuda_backend", "cupy", NEEDS_CUPY, engine, model, arguments)
+            return _create("cuda_backend", engine, model, arguments)
         except BackendError as error:
             note(f"CuPy is installed, but no GPU can be used: {error}")
     if name == "numba":
-        return _create("numba_backend", "numba", NEEDS_NUMBA, engine, model, arguments)
+        if not _installed("numba"):
+            raise BackendError(NEEDS_NUMBA)
+        try:
+            return _create("numba_backend", engine, model, arguments)
+        except ImportError as error:  # of a NumPy that is too new for it
+            raise BackendError(f"numba is installed, but can't be imported: {error}") from error
     if name == "auto" and _installed("numba"):
         try:
             importlib.import_module("numba")
         except ImportError as error:
             note(f"Numba can't be imported, so the NumPy backend runs, several times slower: {error}")
         else:
-            return _create("numba_backend", "numba", NEEDS_NUMBA, engine, model, arguments)
+            return _create("numba_backend", engine, model, arguments)
     elif name == "auto":
         note(NO_NUMBA)
     if model.quantize != "none":
@@ -72,14 +76,7 @@ def _installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
-def _create(
-    package: str, needs: str, missing: str, engine: EngineConfig, model: ModelConfig, arguments: dict[str, Any]
-) -> Backend:
-    if not _installed(needs):
-        raise BackendError(missing)
-    try:
-        module: Any = importlib.import_module(f"minserve.backend.{package}")
-    except ImportError as error:  # installed, but not for what else is: Numba refuses a NumPy that is too new for it
-        raise BackendError(f"{needs} is installed, but can't be imported: {error}") from error
+def _create(package: str, engine: EngineConfig, model: ModelConfig, arguments: dict[str, Any]) -> Backend:
+    module: Any = importlib.import_module(f"minserve.backend.{package}")
     backend: Backend = module.create(engine, model, **arguments)
     return backend

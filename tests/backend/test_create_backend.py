@@ -65,8 +65,8 @@ def test_a_gpu_that_can_not_be_used_is_told_and_the_cpu_steps_in(
     ("engine", "quantize", "message"),
     [
         ({"backend": "numba"}, "none", "needs Numba: `pip install numba`"),
-        ({"backend": "cuda"}, "none", "needs CuPy"),
-        ({"device": "cuda"}, "none", "needs CuPy"),
+        ({"backend": "cuda"}, "none", "CuPy is not installed: `pip install"),
+        ({"device": "cuda"}, "none", "CuPy is not installed: `pip install"),
         ({"backend": "cuda", "device": "cpu"}, "none", "the cuda backend does not run on the device cpu"),
         ({"backend": "numpy", "device": "cuda"}, "none", "the numpy backend does not run on the device cuda"),
         ({"backend": "numpy"}, "q8", "quantize = 'q8' needs the numba backend"),
@@ -75,5 +75,6 @@ def test_a_gpu_that_can_not_be_used_is_told_and_the_cpu_steps_in(
 def test_what_was_asked_for_and_cannot_run_is_an_error(
     monkeypatch: pytest.MonkeyPatch, engine: dict[str, Any], quantize: str, message: str
 ) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(BackendError, match=message):
         choose(monkeypatch, set(), quantize, **engine)
