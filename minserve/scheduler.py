@@ -10,9 +10,8 @@ A request is in one of three places: in line, beside the line until its leader h
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, repeat
 
 from minserve.batch import ChunkResult, StepResult
@@ -114,31 +113,11 @@ class Scheduler:
         prompts = [request for request in self._running.values() if request.known - request.computed > 1]
         for request in prompts:
             self._cache.jump(request)
-        plan = self._ask(prompts)
+        views = Views(self.requests, self._waiting, self._cache, self._step)
+        plan = views.ask(self._policy, self._running.values(), prompts, self.limits)
         self._step += 1
         self._apply(plan)
         return plan
-
-    def _ask(self, prompts: Sequence[Request]) -> StepPlan:
-        """The policy's plan. Where two admissions would compute the same block, the later one waits: ask again."""
-        views = Views(self._cache, self._waiting, self._step)
-        running = views.running(self._running.values())
-        if not self._waiting.anybody:
-            return self._policy(self._step, running, (), self._cache.blocks.available, self.limits)
-        frontier = views.frontier(prompts)
-        waiting = views.window(frontier, max(0, self.limits.max_seqs - len(running)))
-        while True:
-            plan = self._policy(self._step, running, waiting, self._cache.blocks.available, self.limits)
-            chosen = set(plan.admitted)
-            admitted = [self.requests[view.id] for view in waiting if view.id in chosen]
-            rivals = views.rivals(admitted, frontier)
-            if not rivals:
-                break
-            waiting = [view._replace(blocked=True) if view.id in rivals else view for view in waiting]
-        waits = Counter(plan.waits)
-        waits["queue"] += self._waiting.in_line.total() - len(waiting)
-        waits["group"] += self._waiting.beside.total() - (len(plan.admitted) - len(admitted))
-        return replace(plan, waits=dict(+waits))
 
     def _apply(self, plan: StepPlan) -> None:
         for request_id in plan.skipped:

@@ -1,16 +1,20 @@
-"""What a policy gets to see: a View of every running request and of the first ones that wait.
+"""Asking the policy: it sees a View of every running request and of the first ones that wait.
 
-Owns nothing; reads requests, the cache and the lines. It must not change any of them.
+Owns nothing; reads requests, the cache and the lines. It must not change any of them, nor know a policy's rules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from itertools import islice
 
 from minserve.cache import Cache, unscored
+from minserve.policy.limits import Limits
 from minserve.policy.room import POOLS, RANK
-from minserve.request import Request, View
+from minserve.policy.schedule import PlanFunction
+from minserve.request import Request, StepPlan, View
 from minserve.waiting import Place, Waiting, place
 
 WINDOW = 4  # requests of a pool that can be seen beyond the free seats
@@ -20,10 +24,38 @@ Frontier = dict[bytes, Turn]  # key of a block that is being computed -> turn of
 
 
 class Views:
-    def __init__(self, cache: Cache, waiting: Waiting, step: int) -> None:
-        self.cache = cache
+    """requests: all live ones by id. step: the one that is planned."""
+
+    def __init__(self, requests: Mapping[str, Request], waiting: Waiting, cache: Cache, step: int) -> None:
+        self.requests = requests
         self.waiting = waiting
+        self.cache = cache
         self.step = step
+
+    def ask(
+        self, policy: PlanFunction, running: Collection[Request], prompts: Iterable[Request], limits: Limits
+    ) -> StepPlan:
+        """The policy's plan. Where two admissions would compute the same block, the later one waits: ask again.
+
+        prompts: those of `running` that are read now.
+        """
+        views, free = self.running(running), self.cache.blocks.available
+        if not self.waiting.anybody:
+            return policy(self.step, views, (), free, limits)
+        frontier = self.frontier(prompts)
+        window = self.window(frontier, max(0, limits.max_seqs - len(running)))
+        while True:
+            plan = policy(self.step, views, window, free, limits)
+            chosen = set(plan.admitted)
+            admitted = [self.requests[view.id] for view in window if view.id in chosen]
+            rivals = self.rivals(admitted, frontier)
+            if not rivals:
+                break
+            window = [view._replace(blocked=True) if view.id in rivals else view for view in window]
+        waits = Counter(plan.waits)
+        waits["queue"] += self.waiting.in_line.total() - len(window)
+        waits["group"] += self.waiting.beside.total() - (len(plan.admitted) - len(admitted))
+        return replace(plan, waits=dict(+waits))
 
     def running(self, requests: Iterable[Request]) -> list[View]:
         owned = self.cache.blocks.owned
