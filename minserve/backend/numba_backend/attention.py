@@ -45,8 +45,9 @@ def next_decode(batch, requests, r, window):
 
 @merged
 def attend_ones(tid, threads, p, shape):
-    """Requests with one token in this step: a task per kv head and chunk of keys. Each thread does those that begin in
-    its part of the whole cost. (Dealt in turn, the long chunks of two would all fall to one of two threads.)"""
+    """Requests with one token in this step: a task per chunk of keys and kv head, in the order in which they lie. Each
+    thread does those that begin in its part of the whole cost. (Dealt in turn, the long chunks of two would all fall to
+    one of two threads.)"""
     kv_heads, batch, window, n_rows = i64(p, 5), i64(p, 9), i64(p, 17), i64(p, 18)
     requests, starts, positions = i64(i64(batch, HEADER), REQUESTS), i64(batch, STARTS), i64(batch, POSITIONS)
     total = 0
@@ -60,15 +61,17 @@ def attend_ones(tid, threads, p, shape):
             position = i32(positions, i32(starts, r))
             count, c0 = partial_count(batch, r, position, window), first_chunk(position, window)
             for i in range(count * kv_heads):
-                task = at + i // count * cost + i % count * (CHUNK + TASK_COST)
+                part, h = i // kv_heads, i % kv_heads
+                left = cost - part * (CHUNK + TASK_COST)  # of each head, from this chunk on
+                task = at + (cost - left) * kv_heads + h * min(left, CHUNK + TASK_COST)
                 if begin <= task < end:
                     following = -1, 0, 0
                     if i + 1 < count * kv_heads:
-                        following = r, (i + 1) // count, c0 + (i + 1) % count
+                        following = r, (i + 1) % kv_heads, c0 + (i + 1) // kv_heads
                     elif follower < requests:
                         following = follower, 0, first_chunk(i32(positions, i32(starts, follower)), window)
-                    c, part = c0 + i % count, i % count if count > 1 else -1
-                    attend(shape, (r, i32(starts, r), 1, i // count, c, c + 1, part, n_rows), following, p, tid)
+                    c, place = c0 + part, part if count > 1 else -1
+                    attend(shape, (r, i32(starts, r), 1, h, c, c + 1, place, n_rows), following, p, tid)
         at += cost * kv_heads
         r = follower
 
@@ -107,7 +110,7 @@ def _many(tid, threads, rows, p):
 
 
 # By rows of a tile. One token: the query heads of a kv head, padded. Several: as many tokens as fill 12 or 16 rows.
-ONES: dict[int, Kernel] = {n: variant(_ones, FIELDS, f"attention_ones_{n}", SHAPE=(0,) * n) for n in (1, 2, 4, 8, 16)}
+ONES: dict[int, Kernel] = {n: variant(_ones, FIELDS, f"attention_ones_{n}", SHAPE=(0,) * n) for n in (*range(1, 9), 16)}
 MANY: dict[int, Kernel] = {n: variant(_many, FIELDS, f"attention_many_{n}", SHAPE=(0,) * n) for n in (12, 16)}
 MOST_GROUP = 16
 

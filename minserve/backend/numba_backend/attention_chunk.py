@@ -4,8 +4,9 @@ Owns attention's arithmetic. It must not know requests or threads: which rows an
 attention_task.py and attention.py. Keys and values are bfloat16, laid out for bf16_tile (layout.py): the lanes of a
 score are 16 tokens, those of a sum 16 dims, and all rows of the tile share each load.
 
-Where few rows share the keys, memory is what limits, and the processor's own prefetching ends where a chunk does: so
-values are fetched while their keys are read, and the next task's keys while values are.
+Where few rows share the keys, memory is what limits. A chunk whose blocks are adjacent is left to the processor's own
+prefetching, which does best undisturbed. Other streams are too short for it: values are fetched while their keys are
+read, and the next task's keys while values are.
 
 Scores are in units of ln 2 (the queries are scaled by log2 e), so that weights are powers of two.
 """
@@ -145,11 +146,13 @@ def weighted_values(zero, n_rows, weights, cache, first, last, dim, out, ahead):
 def attend_chunk(shape, n_rows, q, cache, first, last, dim, limits, cap, mask, s, weights, out, stats, ahead):
     """One chunk of keys: out [rows][dim] unnormalized sums, stats [rows][2] maximum and denominator. cache: addresses
     of keys, values and block ids; ahead: of keys and block ids of the task that follows."""
-    zero = zeros_like(shape)
-    scores(zero, n_rows, q, cache, first, last, dim, s, ahead[0] != 0)
+    zero, (_, _, table), (follower, follower_table) = zeros_like(shape), cache, ahead
+    if i32(table, last - 1) - i32(table, first) == last - 1 - first:  # adjacent
+        follower = 0
+    scores(zero, n_rows, q, cache, first, last, dim, s, follower != 0)
     for r in range(n_rows):
         first_key, last_key = i64(limits, 2 * r), i64(limits, 2 * r + 1)
         top, total = softmax_row(s, r, n_rows, first, last, first_key, last_key, cap, mask, weights)
         set_f32(stats, 2 * r, top)
         set_f32(stats, 2 * r + 1, total)
-    weighted_values(zero, n_rows, weights, cache, first, last, dim, out, ahead)
+    weighted_values(zero, n_rows, weights, cache, first, last, dim, out, (follower, follower_table))

@@ -4,11 +4,11 @@ Owns the constants and the few formulas, for Python and for jitted code alike. I
 
 KV cache     [run of blocks][layer][kv head][K, V][RUN blocks] of 2 * BLOCK * D bytes, bfloat16: K [D/2][BLOCK
              tokens][2 dims], V [BLOCK/2 token pairs][D][2 tokens]. Both orders make a 64-byte load feed 16 lanes of
-             vdpbf16ps: tokens for the scores, dims for the sum of values. A head's keys with consecutive ids are
-             adjacent, and so are its values: attention reads first the one, then the other, and the processor fetches
-             such a stream ahead faster than one that skips every second 2 KB. But runs stay short: all layers
-             touch new memory together, and a huge page for each head of each layer at once would hold up a step by a
-             third of a second.
+             vdpbf16ps: tokens for the scores, dims for the sum of values. A run is as long as the chunk that attention
+             reads at once, first its keys, then its values, then those of the next head: where a request's chunks are
+             runs, a layer's heads are one stream, which the processor itself fetches ahead at the full rate of memory.
+             Longer runs would make longer streams, but all layers touch a new run together, and huge pages take time
+             to come by.
 Activations  as a linear layer reads them, in tiles of TILE tokens (the last one shorter, n tokens):
              integers p: bytes q [K/32][n][mode] that stand for them, then per group and token [K/32][n]: scale
              (float32), scale * sum of p (float32), -sum of p, -sum of the first 16 p (int32). bfloat16: [K/2][n][2].
@@ -20,11 +20,11 @@ from __future__ import annotations
 from minserve.backend.numba_backend.jit import inlined
 
 BLOCK = 16  # tokens of a KV block: one vector of scores
-RUN = 32  # KV blocks of a head that can be adjacent
 TILE = 64  # tokens that pass a block of 16 weight rows together: their accumulators stay in the L1 cache
 GROUP = 32  # weights, and activations, that share a scale
 PAIR = 2 * GROUP  # packed weights come in pairs of groups
 CHUNK = 16  # KV blocks (256 keys) that one softmax pass covers; partial results merge in this order always
+RUN = CHUNK  # KV blocks of a head that can be adjacent
 LINE = 128  # alignment: a cache line and the one the prefetcher brings along
 
 T_ROWS, REQUESTS, S_ROWS = 0, 1, 2  # words of the step's header: tokens, requests, logit rows
