@@ -60,10 +60,10 @@ def gpu() -> Target:
 
 
 def emulator() -> Target:
-    from tests.simt import emulator, fakecupy
+    from tests.simt import build, fakecupy
     from tests.simt.fakeblas import FakeBlas
 
-    reason = emulator.missing()
+    reason = build.missing()
     if reason:
         raise RuntimeError(reason)
     return Target(Bundled(fakecupy), FakeBlas(), simulated=True)

@@ -23,11 +23,11 @@ from minserve.backend.tensor import Encoding
 from minserve.batch_build import build_batch
 from tests.gpu import correctness, machine, main, model_speed, paper, predict, speed, torch_peer
 from tests.gpu.report import Report
-from tests.simt import emulator, fakecupy, fakestream
+from tests.simt import build, fakecupy, fakestream
 from tests.simt.emulator import SimKernel
 from tests.simt.instances import INSTANCES
 
-needs_emulator = pytest.mark.skipif(emulator.missing() is not None, reason=str(emulator.missing()))
+needs_emulator = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
 
 
 @pytest.mark.simt

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from minserve.backend.cuda_backend import kernels
-from tests.simt import emulator, instances
+from tests.simt import build, emulator, instances
 from tests.simt.emulator import SimRawModule
 
 # Another folder with kernels, for scripts/mutate_kernels: what it holds replaces the file of that name.
@@ -17,7 +17,7 @@ MUTANT = os.environ.get("MINSERVE_MUTANT")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    reason = emulator.missing()
+    reason = build.missing()
     for item in items:
         if reason and item.path.parent == Path(__file__).parent and item.get_closest_marker("simt"):
             item.add_marker(pytest.mark.skip(reason=reason))

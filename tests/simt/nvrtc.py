@@ -19,7 +19,7 @@ from typing import Any
 
 from minserve.backend.cuda_backend.attention import decode_launch, prefill_launch
 from minserve.backend.cuda_backend.kernels import flatten
-from tests.simt.emulator import cache_folder
+from tests.simt.build import cache_folder
 
 MISSING = "NVRTC is not installed: `pip install -e '.[cuda-dev]'`"
 

@@ -41,7 +41,7 @@
 #define __grid_constant__
 // Not to be seen by the race detector:
 #define SIMT_UNCHECKED __attribute__((no_sanitize("thread")))
-// __shared__ is rewritten before compilation (see emulator.py):
+// __shared__ is rewritten before compilation (see build.py):
 //   __shared__ T x[N];         ->  SIMT_SHARED(SIMT_TYPE(T [N]), x);
 //   extern __shared__ T x[];   ->  SIMT_DYNAMIC_SHARED(T, x);
 #define SIMT_TYPE(...) __VA_ARGS__
