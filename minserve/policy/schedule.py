@@ -18,6 +18,9 @@ The rules, in the order in which they are applied:
    finds no victim waits a step with its blocks; one that is alone ends.
 7. Drafts get what is left.
 8. A paused pool gets nothing. What it holds is lent like anything beyond a promise.
+
+The books that they need: tokens in budget.py and turns.py, seats and blocks in room.py, logit rows in rows.py, who waits
+in queue.py.
 """
 
 from __future__ import annotations
@@ -28,11 +31,11 @@ from collections.abc import Callable, Iterable, Sequence
 from minserve.policy.budget import Budget
 from minserve.policy.limits import Limits
 from minserve.policy.part import Part
-from minserve.policy.room import MAX_SKIPS, POOLS, RANK, Room, order, starving
+from minserve.policy.queue import Queue
+from minserve.policy.room import POOLS, Room, order
+from minserve.policy.rows import Rows
 from minserve.policy.steady import steady
 from minserve.request import Pool, StepPlan, View
-
-STUCK = ("blocks", "pool_share")  # reasons to wait that smaller requests may not share
 
 PlanFunction = Callable[[int, Sequence[View], Sequence[View], int, Limits], StepPlan]
 
@@ -74,7 +77,7 @@ class _Planner:
         waiting = sorted(waiting, key=order)
         self.exhausted = [view.id for view in waiting if view.known > limits.capacity]
         waiting = [view for view in waiting if view.known <= limits.capacity]
-        paused = [view.id for view in waiting if view.pool in limits.paused]
+        self.paused = sum(view.pool in limits.paused for view in waiting)
         waiting = [view for view in waiting if view.pool not in limits.paused]
         self.alone = len(running) == 1
         self.room = Room(running, waiting, free_blocks, limits)
@@ -84,15 +87,10 @@ class _Planner:
         self.waiting = _by_pool(waiting)
         wanting = {pool: self.prompt[pool] + [v for v in self.waiting[pool] if not v.blocked] for pool in POOLS}
         self.budget = Budget(self.decoding, wanting, step, limits)
-        # Every seat in use keeps a row; what is beyond them may go to scored rows and drafts.
-        forks = sum(len(view.forks) for view in (*running, *waiting))
-        seats = min(limits.max_seqs, len(running) + len(waiting) + forks)
-        self.spare_rows = self.rows = max(0, limits.max_rows - seats)
+        self.rows = Rows(running, waiting, limits)
+        self.queue = Queue(self.waiting, self.room, self.budget, self.rows)
         self.rested: list[View] = []  # decodes without their token because of a higher pool's prompt
         self.granted: list[Part] = []  # those with a chunk, in the order of the plan
-        self.admitted: list[str] = []
-        self.refused: dict[str, str] = dict.fromkeys(paused, "paused")
-        self.closed = self._closed_above()
 
     # -- rule 2
 
@@ -146,7 +144,7 @@ class _Planner:
         """All that is left for who ends with it, half for others while somebody stands behind; then what remained."""
         line = sorted(self.prompt[pool] + self.waiting[pool], key=order)
         for place, view in enumerate(line, start=1):
-            if view.id in self.room.parts or self._admit(view):
+            if view.id in self.room.parts or self.queue.admit(view):
                 left = self.budget.left(pool)
                 ends = view.known - view.computed <= left
                 self._extend(view, left if ends or place == len(line) else max(self.limits.block_size, left // 2))
@@ -171,14 +169,14 @@ class _Planner:
             return 0
         scores = view.scored[1] > view.computed
         if scores:
-            end = self._rows_reach(part, end)
+            end = self.rows.reach(part, end)
         end = self.room.cover(part, end)
         if end <= start:
             return 0
         if not part.count:
             self.granted.append(part)
         if scores:
-            self.rows += part.extra_rows(part.end) - part.extra_rows(end)
+            self.rows.take(part, end)
         part.count = end - view.computed
         if view.forks and part.samples:
             self._fork(part)
@@ -188,63 +186,16 @@ class _Planner:
         return StepPlan(
             step=self.step,
             chunks=tuple(part.chunk() for part in self.granted),
-            admitted=(*self.admitted, *(fork for part in self.granted for fork in part.forks)),
+            admitted=(*self.queue.admitted, *(fork for part in self.granted for fork in part.forks)),
             preempted=tuple(self.room.preempted),
             exhausted=tuple(self.exhausted),
             skipped=tuple(view.id for view in self._skipped()),
-            waits=Counter(self.refused.values()),
+            waits=self.queue.waits + Counter(paused=self.paused),
         )
-
-    # -- admissions
-
-    def _admit(self, view: View) -> bool:
-        if view.id in self.room.preempted:
-            return False
-        closed = self.closed.get(view.pool)
-        reason = closed or self._refusal(view)
-        if reason is None:
-            self.room.admit(view)
-            self.admitted.append(view.id)
-            self.refused.pop(view.id, None)
-            return True
-        if self.refused.get(view.id) not in STUCK:  # who was passed in the first round stays so
-            self.refused[view.id] = reason
-        if reason == "seats":  # what the first can't have, nobody behind it gets
-            self.closed[view.pool] = reason
-        elif not closed and reason in STUCK and view.skips >= MAX_SKIPS:
-            self.closed.update({pool: reason for pool in POOLS if RANK[pool] >= RANK[view.pool]})
-        return False
-
-    def _refusal(self, view: View) -> str | None:
-        if self.budget.left(view.pool) <= 0:
-            return "step_budget"
-        if view.scored[1] > view.computed and self.rows == 0 < self.spare_rows:
-            return "rows"
-        return self.room.refusal(view)
-
-    def _closed_above(self) -> dict[Pool, str]:
-        """Pools that admit nobody because a lower one, with nothing running, was overtaken too often."""
-        closed: dict[Pool, str] = {}
-        for pool, views in self.waiting.items():
-            if views and starving(views[0]) and not self.room.seats[pool]:
-                closed.update({above: "pool_share" for above in POOLS if RANK[above] < RANK[pool]})
-        return closed
 
     def _skipped(self) -> list[View]:
         resting = [view for view in self.rested if view.id in self.room.parts]
-        return resting + [view for pool in POOLS for view in self._overtaken(pool)]
-
-    def _overtaken(self, pool: Pool) -> list[View]:
-        """Waiting requests that did not fit while a later one of their pool, or one of a higher pool, came in."""
-        if not self.admitted:
-            return []
-        line, admitted = self.waiting[pool], set(self.admitted)
-        last = max((place for place, view in enumerate(line) if view.id in admitted), default=-1)
-        passed = [view for view in line[:last] if self.refused.get(view.id) in STUCK]
-        above = any(v.id in admitted for p in POOLS if RANK[p] < RANK[pool] for v in self.waiting[p])
-        if line and above and not passed and not self.room.seats[pool]:
-            passed = line[:1]
-        return passed
+        return resting + [view for pool in POOLS for view in self.queue.overtaken(pool)]
 
     # -- what a request gets
 
@@ -256,16 +207,9 @@ class _Planner:
 
     def _draft(self, part: Part, tokens: int) -> int:
         view = part.view
-        count = min(len(view.draft), tokens, self.rows, view.limit - view.known - 1)
+        count = min(len(view.draft), tokens, self.rows.left, view.limit - view.known - 1)
         if count > 0:
             count = self.room.cover_spare(part, view.known + count) - view.known
             part.draft = view.draft[:count]
-            self.rows -= count
+            self.rows.left -= count
         return len(part.draft)
-
-    def _rows_reach(self, part: Part, end: int) -> int:
-        """How far the chunk may go so that its logit rows fit: its own one and what is left of the others."""
-        allowed = 1 + part.extra_rows(part.end) + self.rows
-        if part.extra_rows(end) < allowed:
-            return end
-        return min(end, max(part.view.computed, part.view.scored[0]) + allowed)
