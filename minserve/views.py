@@ -12,7 +12,7 @@ from itertools import islice
 
 from minserve.cache import Cache, unscored
 from minserve.policy.limits import Limits
-from minserve.policy.room import POOLS, RANK
+from minserve.policy.order import POOLS, RANK
 from minserve.policy.schedule import PlanFunction
 from minserve.request import Request, StepPlan, View
 from minserve.waiting import Place, Waiting, place

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from minserve.policy.room import AGE_STEPS
+from minserve.policy.order import AGE_STEPS
 from minserve.request import Pool, Request, TokenLogprob
 
 Place = tuple[int, float, str]
@@ -114,6 +114,6 @@ class Waiting:
 
 
 def place(request: Request) -> Place:
-    """Where a request stands in its pool's line. Sorts as `policy.room.order` does: age grows alike for all, so nobody
-    ever changes places."""
+    """Where a request stands in its pool's line. Sorts as `policy.order.order` does: age grows alike for all, so
+    nobody ever changes places."""
     return request.priority * AGE_STEPS + request.since, request.arrival, request.id

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from minserve.policy import room
-from minserve.policy.room import MAX_SKIPS
+from minserve.policy import order
+from minserve.policy.order import MAX_SKIPS
 from minserve.request import FinishReason, RequestError, StepPlan
 from tests.driver import Driver, driver, prompt
 from tests.fake_program import VOCAB
@@ -155,7 +155,7 @@ def test_bulk_decodes_rest_at_most_twice_in_a_row_and_in_half_of_the_steps() -> 
 
 
 def test_one_seat_is_no_reason_to_starve(monkeypatch: pytest.MonkeyPatch) -> None:  # bug: 59
-    monkeypatch.setattr(room, "MAX_SKIPS_BELOW", 10)
+    monkeypatch.setattr(order, "MAX_SKIPS_BELOW", 10)
     d = flooded(max_seqs=1)
     bulk = d.submit("b", prompt(12), pool=BULK, max_tokens=6)[0]
     for _ in range(10 * 40):

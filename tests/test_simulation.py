@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from minserve.policy import room
+from minserve.policy import order
 from minserve.policy.limits import Limits, PoolLimits
 from minserve.policy.schedule import plan_step
 from minserve.request import FinishReason, Pool, SamplingParams, StepPlan, Submission, View
@@ -194,7 +194,7 @@ def test_every_request_gets_what_it_gets_alone_and_nothing_is_lost(
     first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # bug: 18
     if first % (2 * PER_TEST):  # so that what takes long in life happens in short workloads, too
-        monkeypatch.setattr(room, "MAX_SKIPS_BELOW", 3)
+        monkeypatch.setattr(order, "MAX_SKIPS_BELOW", 3)
     for case in range(first, min(first + PER_TEST, CASES)):
         try:
             run_case(case)

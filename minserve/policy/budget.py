@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from minserve.policy import turns
 from minserve.policy.limits import Limits
-from minserve.policy.room import POOLS, RANK, Lines
+from minserve.policy.order import POOLS, RANK, Lines
 from minserve.request import Pool
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from minserve.policy.limits import Limits
-from minserve.policy.room import RANK
+from minserve.policy.order import RANK
 from minserve.policy.step_cost import learn, prompt_token_cost
 from minserve.request import FinishReason, Pool, Request, Usage
 

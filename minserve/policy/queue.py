@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from minserve.policy.budget import Budget
-from minserve.policy.room import MAX_SKIPS, POOLS, RANK, Lines, Room, starving
+from minserve.policy.order import MAX_SKIPS, POOLS, RANK, Lines, starving
+from minserve.policy.room import Room
 from minserve.policy.rows import Rows
 from minserve.request import Pool, View
 

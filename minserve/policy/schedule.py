@@ -19,8 +19,8 @@ The rules, in the order in which they are applied:
 7. Drafts get what is left.
 8. A paused pool gets nothing. What it holds is lent like anything beyond a promise.
 
-The books that they need: tokens in budget.py and turns.py, seats and blocks in room.py, logit rows in rows.py, who waits
-in queue.py.
+Books of a step: tokens in budget.py and turns.py, seats and blocks in room.py, logit rows in rows.py, who waits in
+queue.py. Who goes before whom: order.py.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 from minserve.policy.budget import Budget
 from minserve.policy.limits import Limits
+from minserve.policy.order import POOLS, order
 from minserve.policy.part import Part
 from minserve.policy.queue import Queue
-from minserve.policy.room import POOLS, Room, order
+from minserve.policy.room import Room
 from minserve.policy.rows import Rows
 from minserve.policy.steady import steady
 from minserve.request import Pool, StepPlan, View

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from minserve.policy.limits import Limits
-from minserve.policy.room import order
+from minserve.policy.order import order
 from minserve.request import Chunk, View
 
 

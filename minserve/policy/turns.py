@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from minserve.policy.room import POOLS, Lines
+from minserve.policy.order import POOLS, Lines
 from minserve.request import Pool, View
 
 MAX_RESTS = 2  # not made up for: so two prompts in a row are let through, yet half of the steps remain

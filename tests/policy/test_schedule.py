@@ -2,7 +2,7 @@
 
 import pytest
 
-from minserve.policy.room import AGE_STEPS
+from minserve.policy.order import AGE_STEPS
 from minserve.policy.steady import steady
 from minserve.policy.turns import MAX_RESTS
 from minserve.request import Chunk, View

@@ -2,7 +2,7 @@
 
 import pytest
 
-from minserve.policy.room import MAX_SKIPS, MAX_SKIPS_BELOW
+from minserve.policy.order import MAX_SKIPS, MAX_SKIPS_BELOW
 from tests.policy.plans import BULK, counts, decode, make_limits, plan, pools, view
 
 # -- 4. who doesn't fit

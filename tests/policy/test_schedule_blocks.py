@@ -2,7 +2,7 @@
 
 import pytest
 
-from minserve.policy.room import MAX_PREEMPTIONS
+from minserve.policy.order import MAX_PREEMPTIONS
 from tests.policy.plans import BULK, counts, decode, make_limits, plan, pools, view
 
 # -- 6. no block left

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, assume, event, given, settings
 from hypothesis import strategies as st
 
 from minserve.policy.limits import Limits, PoolLimits
-from minserve.policy.room import MAX_PREEMPTIONS, MAX_SKIPS, RANK, order
+from minserve.policy.order import MAX_PREEMPTIONS, MAX_SKIPS, RANK, order
 from minserve.policy.schedule import deliberate, plan_step
 from minserve.policy.steady import steady
 from minserve.request import Pool, StepPlan, View
