@@ -21,6 +21,7 @@ from minserve.assemble import Say
 from minserve.backend.base import BackendError
 from minserve.config import Config
 from minserve.observe.log import setup
+from minserve.observe.output import Output
 from minserve.request import RequestError
 from minserve.server.batch_answers import Answers, engine_answers
 from minserve.server.batch_lines import BatchError, Key, Line, read_lines, scan
@@ -62,18 +63,19 @@ class Batch:
 def run(config: Config, batch: Batch, *, progress: LineProgress, say: Say) -> int:
     """Run every line that has no result yet; the process's exit status."""
     level = config.server.log_level
-    setup(config.server.log_format, "warning" if level == "info" else level)  # a line per call would bury the progress
-    try:
-        return asyncio.run(_run(config, batch, progress, say))
-    except BatchError as error:
-        print(f"minserve: {error}", file=sys.stderr)
-        return Status.UNUSABLE
-    except RequestError as error:
-        print(f"minserve: {error.message}", file=sys.stderr)
-        return Status.UNUSABLE
-    except FAULTS as error:
-        print(f"minserve: {error}", file=sys.stderr)
-        return Status.FAILED
+    level = "warning" if level == "info" else level  # a line per call would bury the progress
+    with Output(sys.stdout, sys.stderr) as output:
+        setup(config.server.log_format, level, output.errors)
+        try:
+            return asyncio.run(_run(config, batch, progress, say))
+        except BatchError as error:
+            reason, status = str(error), Status.UNUSABLE
+        except RequestError as error:
+            reason, status = error.message, Status.UNUSABLE
+        except FAULTS as error:
+            reason, status = str(error), Status.FAILED
+        output.errors.write(f"minserve: {reason}\n")
+        return status
 
 
 async def _run(config: Config, batch: Batch, progress: LineProgress, say: Say) -> Status:

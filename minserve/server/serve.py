@@ -45,7 +45,7 @@ def run(config: Config, reread: Reread | None = None, fetch: Fetch = files_of) -
     """Serve until a signal comes; the process's exit status. reread: the configuration as its file says now."""
     # Worker and event loop hand each other every step; with Python's 5 ms one waits for the other's whole slice.
     sys.setswitchinterval(0.0005)
-    with Output() as output:
+    with Output(sys.stdout, sys.stderr) as output:
         setup(config.server.log_format, config.server.log_level, output.errors)
         try:
             return asyncio.run(serve(config, reread, output, fetch))

@@ -110,6 +110,29 @@ async def test_what_runs_is_drained_though_nobody_reads_what_it_prints(tmp_path:
         assert await server.process.wait() == 0
 
 
+@pytest.mark.parametrize(("signals", "status"), [(1, 0), (2, 130)])
+async def test_a_reader_of_its_lines_that_hangs_holds_nothing_up(tmp_path: Path, signals: int, status: int) -> None:
+    async with serve(tmp_path, "--port", "0") as server, session() as http:
+        url = await server.address() + "/v1/completions"
+        named = {"user": "u" * 128, "metadata": {"feature": "f" * 128, "run_id": "r" * 128}}
+        for _ in range(400):  # more lines than a pipe and asyncio's buffers hold
+            async with http.post(url, json={"prompt": "Hi", "max_tokens": 1, **named}) as response:
+                assert response.status == 200
+        async with http.post(url, json=BODY | {"max_tokens": 50}) as response:
+            await response.content.readuntil(b'"text"')
+            for _ in range(signals):
+                server.process.send_signal(signal.SIGTERM)
+                await asyncio.sleep(0.02)
+            if signals == 1:
+                assert '"finish_reason":"length"' in (await response.read()).decode()
+        for _ in range(500):
+            if server.process.returncode is not None:  # `wait` waits for the pipe too
+                break
+            await asyncio.sleep(0.02)
+        assert server.process.returncode == status
+        await server.hang_up()
+
+
 # bug: 63
 async def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
     async with serve(tmp_path, "--port", "0") as server, session() as http:
