@@ -106,7 +106,12 @@ def lock_folder(folder: Path) -> FileLock:
 
 
 def lock_ledger(ledger: Path) -> FileLock:
-    """As `lock_folder`: servers with data folders of their own may still name one ledger."""
+    """As `lock_folder`: servers with data folders of their own may still name one ledger.
+
+    A file with two names (hard links) would have two locks, and SQLite keeps what is not yet in it beside each name.
+    """
+    if ledger.is_file() and ledger.stat().st_nlink > 1:
+        raise LedgerError(f"{ledger} has further names (hard links). Copy it, and name the copy in ledger.path")
     return _lock(beside(ledger), of=ledger, setting="ledger.path")
 
 

@@ -226,6 +226,17 @@ def test_a_link_to_a_ledger_is_the_same_ledger(tmp_path: Path) -> None:
     lock.release()
 
 
+def test_a_ledger_with_two_names_is_refused_by_both(tmp_path: Path) -> None:
+    ledger, other = tmp_path / "l.db", tmp_path / "other.db"
+    ledger.touch()
+    other.hardlink_to(ledger)
+    for name in (ledger, other):
+        with pytest.raises(LedgerError, match="hard links"):
+            lock_ledger(name)
+    other.unlink()
+    lock_ledger(ledger).release()
+
+
 async def test_rows_that_were_written_are_written_though_old_ones_can_not_be_deleted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
