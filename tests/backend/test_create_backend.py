@@ -50,8 +50,19 @@ def test_numpy_steps_in_for_a_numba_that_can_not_be_imported(monkeypatch: pytest
 def test_a_gpu_that_can_not_be_used_is_told_and_the_cpu_steps_in(
     installed: set[str], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runtime = SimpleNamespace(driverGetVersion=lambda: 0)
-    cupy = SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: False, runtime=runtime))
+    class CUDARuntimeError(RuntimeError):
+        pass
+
+    def no_driver() -> int:
+        raise CUDARuntimeError("cudaErrorInsufficientDriver")
+
+    runtime = SimpleNamespace(
+        CUDARuntimeError=CUDARuntimeError,
+        getDeviceCount=no_driver,
+        driverGetVersion=lambda: 0,
+        runtimeGetVersion=lambda: 12090,
+    )
+    cupy = SimpleNamespace(__version__="13.6.0", cuda=SimpleNamespace(runtime=runtime))
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     backend, lines = choose(monkeypatch, installed)
     assert backend.name == name

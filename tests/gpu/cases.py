@@ -101,7 +101,7 @@ def row_by_row(b: Bench) -> Iterator[Case]:
             "glu", f"{rows} rows", rows * f * 6, 0, [launch(ops.Glu(b.m, gated, wide, "silu"), step(rows, {}))] * 8
         )
         qkv, at = b.buffer(rows, h.cols), b.ints(np.arange(rows))
-        rotate = ops.RopeKV(b.m, qkv, h, Rope(angles, angles, h.dim // 2, 8192), cache)
+        rotate = ops.RopeKV(b.m, qkv, h, Rope(angles, angles, h.dim // 2), cache)
         places = step(rows, {"positions": at, "slots": at})
         yield Case("rope_kv", f"{rows} rows", rows * h.cols * 4, 0, [launch(rotate, places)] * 8)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from minserve.backend.cuda_backend.backend import CudaBackend
 from minserve.backend.cuda_backend.blas import Blas, load_library
-from minserve.backend.cuda_backend.device import check_device, import_cupy
+from minserve.backend.cuda_backend.device import check_device, cuda_major, import_cupy
 from minserve.backend.cuda_backend.kernels import flatten
 from tests.simt.instances import INSTANCES, TEST_ONLY
 from tests.simt.kit import Kit
@@ -56,7 +56,7 @@ def gpu() -> Target:
     """BackendError with one sentence if there is none."""
     cp = import_cupy()
     check_device(cp)
-    return Target(Bundled(cp), load_library(), simulated=False)
+    return Target(Bundled(cp), load_library(cuda_major(cp)), simulated=False)
 
 
 def emulator() -> Target:

@@ -112,7 +112,7 @@ class PaperBackend:
 
     def prepare_rope(self, inverse_frequencies: Any, *, scale: float, max_len: int) -> Rope:
         table = empty((max_len, len(inverse_frequencies)))
-        return Rope(table, table, len(inverse_frequencies), max_len)
+        return Rope(table, table, len(inverse_frequencies))
 
     def nbytes(self, weight: Any) -> int:
         return 0 if isinstance(weight, Rope) else int(weight.nbytes)

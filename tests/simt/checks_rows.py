@@ -104,7 +104,7 @@ def rope_kv(kit: Kit, heads: Heads, half: int, block_size: int, bias: bool, norm
 
     qkv, pages = kit.buffer(x), kit.array(cache)
     before = kit.host(qkv.array)
-    rope = Rope(kit.array(cos, "float"), kit.array(sin, "float"), half, 50)
+    rope = Rope(kit.array(cos, "float"), kit.array(sin, "float"), half)
     vectors = {f"{n}_norm": kit.array(weights[n], "float") for n in norms}
     instruction = ops.RopeKV(
         m, qkv, heads, rope, pages, bias=kit.array(b, "float") if bias else None, eps=1e-3, **vectors

@@ -234,6 +234,5 @@ cuda = types.SimpleNamespace(
     get_current_stream=current,
     get_elapsed_time=elapsed,
     alloc_pinned_memory=_pinned,
-    is_available=lambda: True,
     memory=types.SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from dataclasses import replace
 from itertools import product
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from minserve.weights.dummy import load_dummy
 from tests.simt import fakecupy
 from tests.simt.engines import cuda_backend
 from tests.simt.fakeblas import FakeBlas
+from tests.simt.fakestream import Stream
 from tests.simt.kit import normal
 from tests.simt.programs import LIMITS, decode, program, prompt
 
@@ -79,8 +81,27 @@ class TestMemory:
         with pytest.raises(BackendError, match=r"GPU memory is full.*memory_fraction"):
             backend.build(loaded.forward, loaded.spec, LIMITS)
         tensor = load_dummy("dummy:smollm2-135m:F16").checkpoint.tensor("model.layers.0.mlp.down_proj.weight")
-        with pytest.raises(BackendError, match=r"GPU memory is full.*weights don't fit.*Q8_0.*16 bits a weight"):
-            backend.prepare_linear([tensor])
+        vector = HostTensor.from_array("v", np.zeros(1 << 15, np.float32))
+        for prepare in (lambda: backend.prepare_linear([tensor]), lambda: backend.prepare_vector(vector)):
+            with pytest.raises(BackendError, match=r"GPU memory is full.*weights don't fit.*Q8_0.*16 bits a weight"):
+                prepare()
+        with pytest.raises(BackendError, match=r"GPU memory is full.*Lower max_model_len\."):
+            backend.prepare_rope(np.ones(32), scale=1.0, max_len=1 << 12)
+
+    @pytest.mark.parametrize(
+        "error",
+        [
+            "cudaErrorMemoryAllocation: out of memory",  # making a graph of what was captured
+            "CUDA_ERROR_OUT_OF_MEMORY: out of memory",  # loading a module
+        ],
+    )
+    def test_so_is_memory_that_no_array_was_to_have(self, error: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Stream, "begin_capture", Mock(side_effect=RuntimeError(error)))
+        with pytest.raises(BackendError, match=r"GPU memory is full: .*out of memory\. Lower memory_fraction"):
+            program()
+        monkeypatch.setattr(Stream, "begin_capture", Mock(side_effect=RuntimeError("something else")))
+        with pytest.raises(RuntimeError, match="something else"):
+            program()
 
     def test_closing_frees_everything_at_once(self) -> None:
         """Without a collection: a full one may be minutes away, and the next program needs the memory now."""

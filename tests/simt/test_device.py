@@ -18,10 +18,18 @@ from minserve.backend.cuda_backend.kernels import Kernels, flatten
 from minserve.config import EngineConfig, ModelConfig
 
 
+class CUDARuntimeError(RuntimeError):
+    """As CuPy's."""
+
+
 def machine(**changes: Any) -> Any:
-    """A CuPy namespace that says what a healthy machine says, but for the changes."""
+    """A CuPy namespace that says what a healthy machine says, but for the changes. asked, memory: the error when it is
+    asked for GPUs, for their memory."""
     facts: dict[str, Any] = {
-        "available": True,
+        "version": "14.2.0",
+        "asked": None,
+        "gpus": 1,
+        "memory": None,
         "driver": 12080,
         "built": 12090,
         "capability": "90",
@@ -34,16 +42,29 @@ def machine(**changes: Any) -> Any:
 
         def get_function(self, name: str) -> None:
             if facts["compile"]:
-                raise RuntimeError(facts["compile"])
+                raise facts["compile"]
+
+    def answer(error: str | None, value: Any) -> Any:
+        if error:
+            raise CUDARuntimeError(error)
+        return value
+
+    class Gpu:
+        compute_capability = facts["capability"]
+        mem_info = property(lambda self: answer(facts["memory"], (facts["free"], 80 << 30)))
 
     runtime = SimpleNamespace(
+        CUDARuntimeError=CUDARuntimeError,
+        getDeviceCount=lambda: answer(facts["asked"], facts["gpus"]),
         driverGetVersion=lambda: facts["driver"],
         runtimeGetVersion=lambda: facts["built"],
         getDeviceProperties=lambda _: {"name": b"NVIDIA H100"},
     )
-    gpu = SimpleNamespace(compute_capability=facts["capability"], mem_info=(facts["free"], 80 << 30))
-    cuda = SimpleNamespace(is_available=lambda: facts["available"], runtime=runtime, Device=lambda _: gpu)
-    return SimpleNamespace(cuda=cuda, RawModule=Module)
+    cuda = SimpleNamespace(runtime=runtime, Device=lambda _: Gpu())
+    return SimpleNamespace(__version__=facts["version"], cuda=cuda, RawModule=Module)
+
+
+OLD_DRIVER = "cudaErrorInsufficientDriver: CUDA driver version is insufficient for CUDA runtime version"
 
 
 class TestAvailability:
@@ -53,17 +74,38 @@ class TestAvailability:
     @pytest.mark.parametrize(
         ("changes", "sentence"),
         [
-            ({"available": False, "driver": 0}, r"No NVIDIA driver was found: install it"),
+            ({"version": "12.3.0"}, r"CuPy 12\.3\.0 is too old: 13 or later is needed"),
+            ({"asked": OLD_DRIVER, "driver": 0}, r"No NVIDIA driver was found: install it"),
             (
-                {"available": False, "driver": 11040},
-                r"supports CUDA 11\.4, but this CuPy is made for CUDA 12\.9: update.*or `pip install cupy-cuda11x`",
+                {"asked": OLD_DRIVER, "driver": 11040},
+                r"supports CUDA 11\.4, but this CuPy is made for CUDA 12\.9: update the driver$",
             ),
-            ({"available": False}, r"No NVIDIA GPU is visible: check `nvidia-smi` and CUDA_VISIBLE_DEVICES"),
+            (
+                {"asked": OLD_DRIVER, "driver": 12080, "built": 13000},
+                r"update the driver, or `pip uninstall cupy-cuda13x` and `pip install 'minserve\[cuda12\]'`$",
+            ),
+            ({"gpus": 0}, r"No NVIDIA GPU is visible: check `nvidia-smi` and CUDA_VISIBLE_DEVICES"),
+            (
+                {"asked": "cudaErrorNoDevice: no CUDA-capable device is detected"},
+                r"No NVIDIA GPU is visible: check `nvidia-smi` and CUDA_VISIBLE_DEVICES",
+            ),
+            (
+                {"asked": "cudaErrorSystemNotReady: system not yet initialized"},
+                r"The GPU can't be used \(cudaErrorSystemNotReady: system not yet initialized\): `nvidia-smi` shows",
+            ),
+            (
+                {"memory": "cudaErrorMemoryAllocation: out of memory"},  # there is none for a context
+                r"The GPU can't be used \(cudaErrorMemoryAllocation: out of memory\): `nvidia-smi` shows",
+            ),
             ({"capability": "75"}, r"NVIDIA H100 has compute capability 7\.5; the kernels need 8\.0"),
             ({"free": 200 << 20}, r"NVIDIA H100 has 0\.2 of 85\.9 GB free; stop what else uses it"),
             (
-                {"compile": "Failed to find CUDA headers\nand more"},
+                {"compile": RuntimeError("Failed to find CUDA headers\nand more")},
                 r"pip install 'cuda-toolkit\[nvrtc,cudart\]==12\.\*'` brings NVRTC.*\(Failed to find CUDA headers\)$",
+            ),
+            (
+                {"compile": PermissionError(13, "Permission denied", "/.cupy")},  # CuPy 13
+                r"CuPy can't keep compiled kernels \(.*'/\.cupy'\): set CUPY_CACHE_DIR to a folder that can be written",
             ),
         ],
     )
@@ -90,23 +132,47 @@ class TestAvailability:
         monkeypatch.setattr(importlib, "import_module", broken)
         assert "libsomething.so" in (availability() or "")
 
+    def test_a_cupy_that_lacks_something_itself_is_installed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def broken(name: str) -> Any:
+            raise ModuleNotFoundError("No module named 'fastrlock'", name="fastrlock")
+
+        monkeypatch.setattr(importlib, "import_module", broken)
+        assert availability() == "CuPy is installed but can't be imported: No module named 'fastrlock'"
+
+    def test_a_home_that_cannot_be_written(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """CuPy 14 makes a folder there while it is imported."""
+
+        def broken(name: str) -> Any:
+            raise PermissionError(13, "Permission denied", "/.cupy")
+
+        monkeypatch.setattr(importlib, "import_module", broken)
+        assert "set CUPY_CACHE_DIR" in (availability() or "")
+
     def test_no_cublas(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def missing(name: str) -> Any:
             raise OSError(name)
 
         monkeypatch.setitem(sys.modules, "cuda.pathfinder", None)
         monkeypatch.setattr(ctypes, "CDLL", missing)
-        assert "cuda-toolkit[cublas]" in (availability(machine()) or "")
+        assert "cuda-toolkit[cublas]==12.*" in (availability(machine()) or "")
 
-    def test_cublas_by_its_usual_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def only_12(name: str) -> str:
-            if "13" in name:
+    @pytest.mark.parametrize(
+        ("cuda", "installed", "found"), [(12, "12", "12"), (12, "13", "13"), (12, "1213", "12"), (13, "1213", "13")]
+    )
+    def test_cublas_by_its_usual_name(
+        self, cuda: int, installed: str, found: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Of several that of CuPy's CUDA: the driver may be too old for the other."""
+
+        def load(name: str) -> str:
+            version = next(version for version in ("12", "13") if version in name)
+            if version not in installed:
                 raise OSError(name)
             return name
 
         monkeypatch.setitem(sys.modules, "cuda.pathfinder", None)
-        monkeypatch.setattr(ctypes, "CDLL", only_12)
-        assert blas.load_library() in ("libcublas.so.12", "cublas64_12.dll")
+        monkeypatch.setattr(ctypes, "CDLL", load)
+        assert blas.load_library(cuda) in (f"libcublas.so.{found}", f"cublas64_{found}.dll")
 
     def test_requantizing_is_the_cpus_business(self) -> None:
         with pytest.raises(BackendError, match="quantize = 'q8' needs the numba backend"):

@@ -110,7 +110,7 @@ def cases(m: Machine) -> Iterator[tuple[str, Instruction, Step, dict[str, int]]]
     for dim in (96, 256):
         heads = Heads(6, 2, dim, 1.0)
         sizes = {"H": 6, "KV": 2, "D": dim, "T": tokens, "R": 3}
-        rope = ops.RopeKV(m, buffer(heads.cols), heads, Rope(None, None, dim // 2, 512), None)
+        rope = ops.RopeKV(m, buffer(heads.cols), heads, Rope(None, None, dim // 2), None)
         yield "rope_kv", rope, at, sizes
         attention = Attention(m, buffer(6 * dim), buffer(heads.cols), heads, None, scratch)
         yield "prefill_attention", attention, step(tokens, 3, longest=100), sizes | {"rows": 300}

@@ -25,11 +25,12 @@ def create(
     weights_id: bytes = b"",
     progress: Callable[[str], None] = lambda _: None,
 ) -> Backend:
-    """The backend on GPU 0. BackendError with one sentence that says what is missing."""
+    """The backend on the first GPU that CUDA_VISIBLE_DEVICES shows. BackendError with one sentence that says what is
+    missing."""
     from minserve.backend.base import BackendError
     from minserve.backend.cuda_backend.backend import CudaBackend
     from minserve.backend.cuda_backend.blas import load_library
-    from minserve.backend.cuda_backend.device import check_device, import_cupy
+    from minserve.backend.cuda_backend.device import check_device, cuda_major, enough_memory, import_cupy
 
     if model.quantize != "none":
         raise BackendError(
@@ -37,6 +38,8 @@ def create(
         )
     cp = import_cupy()
     check_device(cp)
-    backend = CudaBackend(cp, load_library(), block_size=engine.block_size, progress=progress)
-    backend.peaks()  # measured while memory is free
+    library = load_library(cuda_major(cp))
+    with enough_memory(cp, "Stop what else uses it."):
+        backend = CudaBackend(cp, library, block_size=engine.block_size, progress=progress)
+        backend.peaks()  # measured while memory is free
     return backend

@@ -10,8 +10,7 @@ The KV cache has the compute type.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -20,6 +19,7 @@ import numpy.typing as npt
 
 from minserve.backend.base import BackendError, Forward, KVSpec, ModelSpec, Peaks, StepLimits
 from minserve.backend.cuda_backend.blas import Blas, Output
+from minserve.backend.cuda_backend.device import enough_memory
 from minserve.backend.cuda_backend.kernels import DTYPES, Kernels, Progress
 from minserve.backend.cuda_backend.ops import SLAB_BYTES, Machine
 from minserve.backend.cuda_backend.program import CudaProgram, scratch_memory
@@ -113,19 +113,21 @@ class CudaBackend:
     def prepare_linear(
         self, tensors: Sequence[HostTensor], bias: HostTensor | None = None, *, pairs: bool = False
     ) -> Matrix:
-        with self._memory(WEIGHTS_ADVICE):
+        with enough_memory(self._cp, WEIGHTS_ADVICE):
             return self._uploader(tensors[0]).matrix(tensors, bias, pairs=pairs)
 
     def prepare_embedding(self, tensor: HostTensor, *, tied: bool) -> Matrix:
         return self.prepare_linear([tensor])
 
     def prepare_vector(self, tensor: HostTensor, *, offset: float = 0.0) -> Any:
-        return self._cp.asarray(np.ascontiguousarray(tensor.float32() + np.float32(offset)))
+        with enough_memory(self._cp, WEIGHTS_ADVICE):
+            return self._cp.asarray(np.ascontiguousarray(tensor.float32() + np.float32(offset)))
 
     def prepare_rope(self, inverse_frequencies: npt.NDArray[np.float64], *, scale: float, max_len: int) -> Rope:
         angles = np.arange(max_len)[:, None] * inverse_frequencies  # float64
         cos, sin = (np.ascontiguousarray(f(angles) * scale, np.float32) for f in (np.cos, np.sin))
-        return Rope(self._cp.asarray(cos), self._cp.asarray(sin), angles.shape[1], max_len)
+        with enough_memory(self._cp, "Lower max_model_len."):
+            return Rope(self._cp.asarray(cos), self._cp.asarray(sin), angles.shape[1])
 
     def nbytes(self, weight: Matrix | Rope | Any) -> int:
         if isinstance(weight, Rope):
@@ -135,16 +137,9 @@ class CudaBackend:
     def build(self, forward: Forward, spec: ModelSpec, limits: StepLimits) -> CudaProgram:
         check_sizes(spec, limits)
         self._cp.cuda.get_current_stream().synchronize()  # uploads, before another stream reads them
-        with self._memory("Lower memory_fraction, max_num_batched_tokens or max_logit_rows."):
+        with enough_memory(self._cp, "Lower memory_fraction, max_num_batched_tokens or max_logit_rows."):
             machine = self.machine(limits)
             return CudaProgram(machine, forward, spec, limits, graphs=self._graphs, progress=self._progress)
-
-    @contextmanager
-    def _memory(self, advice: str) -> Iterator[None]:
-        try:
-            yield
-        except self._cp.cuda.memory.OutOfMemoryError as error:
-            raise BackendError(f"GPU memory is full: {error}. {advice}") from error
 
     def machine(self, limits: StepLimits) -> Machine:
         """What the instructions of a program are made for."""

@@ -24,8 +24,9 @@ TYPES = {"float": R_32F, "half": R_16F, "bf16": R_16BF}
 WORKSPACE_BYTES = 32 << 20  # what NVIDIA recommends for Hopper; less is enough elsewhere
 
 
-def load_library() -> Any:
-    """cuBLAS as a ctypes library. BackendError if it can't be found."""
+def load_library(cuda: int) -> Any:
+    """cuBLAS as a ctypes library, of the CUDA that CuPy is made for (12 or 13) if there are several, since the driver
+    may be too old for another. BackendError if it can't be found."""
     try:
         from cuda.pathfinder import load_nvidia_dynamic_lib  # type: ignore[import-not-found, unused-ignore]
 
@@ -33,14 +34,12 @@ def load_library() -> Any:
     except Exception as error:  # not installed (CuPy 13), or it found nothing: each version raises another class
         reason = error
     pattern = "cublas64_{}.dll" if sys.platform == "win32" else "libcublas.so.{}"
-    for version in (13, 12):
+    for version in sorted((12, 13), key=lambda version: version != cuda):
         try:
             return ctypes.CDLL(pattern.format(version))
         except OSError:
             continue
-    raise BackendError(
-        "cuBLAS is missing: `pip install 'cuda-toolkit[cublas]==12.*'`, or 13 for CuPy's cuda13x build"
-    ) from reason
+    raise BackendError(f"cuBLAS is missing: `pip install cuda-pathfinder 'cuda-toolkit[cublas]=={cuda}.*'`") from reason
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,18 +1,23 @@
 """Is there a GPU that we can use? If not, one sentence that says what to install.
 
-Owns the diagnosis. It must not know models; it is the only place that asks CuPy about drivers and versions.
+Owns the diagnosis, also of memory that runs out later. It must not know models; it is the only place that asks CuPy
+about drivers and versions.
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from minserve.backend.base import BackendError
 from minserve.backend.cuda_backend.blas import load_library
 
+MIN_CUPY = 13  # the first whose copies to the host need not block
 MIN_CAPABILITY = 80  # mma.sync with bfloat16 and cp.async: Ampere
 MIN_FREE_BYTES = 1 << 30
+NO_GPU = "No NVIDIA GPU is visible: check `nvidia-smi` and CUDA_VISIBLE_DEVICES"
 NO_CUPY = "CuPy is not installed: `pip install 'minserve[cuda12]'`, or [cuda13] for a driver of CUDA 13"
 PROBE = "#include <cuda_fp16.h>\n#include <cuda_bf16.h>\n__global__ void probe(half* x) { *x = __float2half(1.0f); }"
 
@@ -21,19 +26,36 @@ def import_cupy() -> Any:
     """CuPy's namespace. BackendError with what to do if there is none."""
     try:
         return importlib.import_module("cupy")
-    except ModuleNotFoundError as error:
-        raise BackendError(NO_CUPY) from error
     except ImportError as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "cupy":
+            raise BackendError(NO_CUPY) from error
         raise BackendError(f"CuPy is installed but can't be imported: {error}") from error
+    except OSError as error:  # CuPy 14 makes its cache's folder when it is imported
+        raise BackendError(_no_cache(error)) from error
+
+
+def cuda_major(cp: Any) -> int:
+    """Of the CUDA that this CuPy is made for."""
+    return int(cp.cuda.runtime.runtimeGetVersion()) // 1000
 
 
 def check_device(cp: Any) -> None:
-    """BackendError naming the first thing that is missing: driver, GPU, its age, its memory, NVRTC or its headers."""
+    """BackendError naming the first thing that is missing: CuPy's age, driver, GPU, its age, its memory, NVRTC or its
+    headers."""
+    if int(cp.__version__.partition(".")[0]) < MIN_CUPY:
+        raise BackendError(f"CuPy {cp.__version__} is too old: {MIN_CUPY} or later is needed")
     runtime = cp.cuda.runtime
-    if not cp.cuda.is_available():
-        raise BackendError(_no_device(runtime))
-    device = cp.cuda.Device(0)
-    name = runtime.getDeviceProperties(0)["name"].decode()
+    try:  # not cupy.cuda.is_available: it raises in 13, and doesn't say why not in 14
+        if runtime.getDeviceCount() > 0:
+            _check_gpu(runtime.getDeviceProperties(0)["name"].decode(), cp.cuda.Device(0))
+        else:
+            raise BackendError(NO_GPU)
+    except runtime.CUDARuntimeError as error:
+        raise BackendError(_no_device(cp, error)) from error
+    _check_compiler(cp)
+
+
+def _check_gpu(name: str, device: Any) -> None:
     capability = str(device.compute_capability)
     if int(capability) < MIN_CAPABILITY:
         raise BackendError(
@@ -46,27 +68,53 @@ def check_device(cp: Any) -> None:
             f"{name} has {free / 1e9:.1f} of {total / 1e9:.1f} GB free; "
             f"stop what else uses it, at least {MIN_FREE_BYTES / 1e9:.1f} GB are needed"
         )
+
+
+def _check_compiler(cp: Any) -> None:
     try:
         cp.RawModule(code=PROBE, options=("-std=c++17",), name_expressions=("probe",)).get_function("probe")
-    except Exception as error:  # NVRTC missing, headers missing or too old a CuPy: each has a class of its own
-        major = runtime.runtimeGetVersion() // 1000
+    except Exception as error:  # NVRTC missing, or its headers: each has a class of its own
+        if isinstance(error, OSError) and error.filename is not None:
+            raise BackendError(_no_cache(error)) from error
         raise BackendError(
-            f"CUDA kernels can't be compiled here; `pip install 'cuda-toolkit[nvrtc,cudart]=={major}.*'` "
+            f"CUDA kernels can't be compiled here; `pip install 'cuda-toolkit[nvrtc,cudart]=={cuda_major(cp)}.*'` "
             f"brings NVRTC and its headers ({_first_line(error)})"
         ) from error
 
 
-def _no_device(runtime: Any) -> str:
-    driver = int(runtime.driverGetVersion())
+def _no_device(cp: Any, error: Exception) -> str:
+    """error: what CUDA said when it was asked for the GPU."""
+    driver, built = int(cp.cuda.runtime.driverGetVersion()), int(cp.cuda.runtime.runtimeGetVersion())
     if driver == 0:
         return "No NVIDIA driver was found: install it so that `nvidia-smi` shows the GPU"
-    built = int(runtime.runtimeGetVersion())
     if driver // 1000 < built // 1000:
+        older = f", or `pip uninstall cupy-cuda{built // 1000}x` and `pip install 'minserve[cuda12]'`"
         return (
             f"The NVIDIA driver supports CUDA {_version(driver)}, but this CuPy is made for CUDA {_version(built)}: "
-            f"update the driver, or `pip install cupy-cuda{driver // 1000}x` instead"
+            f"update the driver{older if driver // 1000 == 12 else ''}"
         )
-    return "No NVIDIA GPU is visible: check `nvidia-smi` and CUDA_VISIBLE_DEVICES"
+    if "cudaErrorNoDevice" in str(error):
+        return NO_GPU
+    return f"The GPU can't be used ({_first_line(error)}): `nvidia-smi` shows its state and what else runs on it"
+
+
+def _no_cache(error: OSError) -> str:
+    return f"CuPy can't keep compiled kernels ({error}): set CUPY_CACHE_DIR to a folder that can be written"
+
+
+@contextmanager
+def enough_memory(cp: Any, advice: str) -> Iterator[None]:
+    """Inside, GPU memory that doesn't suffice is a BackendError that ends with the advice.
+
+    CuPy's arrays have an error of their own for that; loading a module and making a graph of a capture have CUDA's.
+    """
+    try:
+        yield
+    except Exception as error:
+        kinds = "cudaErrorMemoryAllocation", "CUDA_ERROR_OUT_OF_MEMORY"
+        if isinstance(error, cp.cuda.memory.OutOfMemoryError) or any(kind in str(error) for kind in kinds):
+            raise BackendError(f"GPU memory is full: {_first_line(error)}. {advice}") from error
+        raise
 
 
 def _version(number: int) -> str:
@@ -80,9 +128,10 @@ def _first_line(error: Exception) -> str:
 def availability(cp: Any = None, library: Any = None) -> str | None:
     """None if a GPU can be used, else one sentence that says what is missing and how to get it."""
     try:
-        check_device(cp or import_cupy())
+        cp = cp or import_cupy()
+        check_device(cp)
         if library is None:
-            load_library()
+            load_library(cuda_major(cp))
     except BackendError as error:
         return str(error)
     return None

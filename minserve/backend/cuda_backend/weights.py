@@ -91,7 +91,6 @@ class Rope:
     cos: Any
     sin: Any
     half: int
-    max_len: int
 
 
 def choose_format(tensors: Sequence[HostTensor]) -> str:
