@@ -230,3 +230,8 @@ class Gateway:
 
 def _submission_id(call_id: str, prompt: int) -> str:
     return call_id if prompt == 0 else f"{call_id}/{prompt}"
+
+
+def call_of(request_id: str) -> str:
+    """The call that one of the engine's requests belongs to; /status names those: `cmpl-...#0`, `cmpl-.../1#0`."""
+    return request_id.partition("#")[0].partition("/")[0]

@@ -17,6 +17,7 @@ from minserve.economics.history import SCOPE_COLUMNS
 from minserve.observe.metrics import CONTENT_TYPE
 from minserve.request import RequestError
 from minserve.server.errors import not_found
+from minserve.server.gateway import call_of
 from minserve.server.http_input import read_fields
 from minserve.server.json_body import to_struct
 from minserve.server.messages import Conversation, check_characters, conversation
@@ -126,8 +127,7 @@ class InfoRoutes:
 
     async def abort(self, request: web.Request) -> web.Response:
         body = to_struct(await read_fields(request), AbortBody)
-        call = body.id.partition("#")[0]  # /status names each of a call's choices: chatcmpl-...#0
-        if not self._s.gateway.abort(call, identity_of(request)):
+        if not self._s.gateway.abort(call_of(body.id), identity_of(request)):
             raise not_found("No such request is running.", "request_not_found", "id")
         return json_response({"aborted": body.id})
 

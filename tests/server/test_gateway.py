@@ -115,6 +115,17 @@ async def test_abort_ends_a_call_by_id_and_only_ones_own() -> None:
         assert (await server.post("/abort", {"id": call_id}, headers=by))[0] == 404
 
 
+async def test_a_call_of_many_prompts_can_be_aborted_by_each_id_that_status_names() -> None:
+    engine = FakeEngine(None)
+    async with serving(engine) as server:
+        response = await server.session.post(server.url + "/v1/completions", json={**STREAM, "prompt": ["a", "b"]})
+        _, status = await server.get("/status?requests=1")
+        assert (await server.post("/abort", {"id": status["requests"][1]["id"]}))[0] == 200
+        assert error_event(await response.text())["code"] == "aborted"
+        await server.settled()
+        assert [(row.finish, row.code) for row in server.rows] == [("error", "aborted")]
+
+
 # bug: 66
 async def test_fifty_calls_at_once_against_a_budget_for_two() -> None:
     local = AccountConfig(limits=(LimitConfig(period="day", requests=2),))
