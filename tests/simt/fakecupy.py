@@ -131,7 +131,9 @@ class ndarray:
     def get(
         self, stream: Stream | None = None, *, out: npt.NDArray[Any] | None = None, blocking: bool = True
     ) -> npt.NDArray[Any]:
-        """To host memory; with blocking=False `out` is filled at some later time."""
+        """To host memory; with blocking=False `out` is filled at some later time. Nothing is not waited for."""
+        if out is None and self.size == 0:
+            return np.empty(self.shape, self.dtype)
         result = np.empty(self.shape, self.dtype) if out is None else out
         if result.shape != self.shape or result.dtype != self.dtype:
             raise TypeError(f"get() needs an output array {self.dtype}{self.shape}")
@@ -206,7 +208,13 @@ class Device:
 __version__ = "simulated"
 
 
+class CUDARuntimeError(RuntimeError):
+    """As cupy.cuda.runtime.CUDARuntimeError."""
+
+
 class _Runtime:
+    CUDARuntimeError = CUDARuntimeError
+
     @staticmethod
     def getDeviceProperties(device: int) -> dict[str, Any]:
         return {"name": b"SIMT emulator"}

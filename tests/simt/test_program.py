@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from minserve.batch import Batch, SeatReset
 from tests.helpers import Part, allow, make_batch, make_sampling
 from tests.simt import fakecupy
 from tests.simt.fakeblas import FakeBlas
+from tests.simt.fakestream import Stream
 from tests.simt.programs import IDS, LIMITS, decode, program, prompt
 
 pytestmark = pytest.mark.simt
@@ -86,6 +88,30 @@ class TestSteps:
         whole = built.logits(make_batch([Part(20, [5], [0, 1])]))
         copied = built.logits(make_batch([Part(20, [5], [0, 9])], copies=[(1, 9)]))
         assert (copied == whole).all()
+
+    @pytest.mark.parametrize("graphs", [True, False])
+    def test_a_step_is_over_before_the_next_one_overwrites_its_inputs(
+        self, graphs: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Also one that samples nothing, and one that fails halfway."""
+        want, built = program().run(prompt(20)).tokens, program(graphs=graphs)
+        built.logits(make_batch([Part(0, IDS[:19], range(3), rows=())]))
+        built.logits(prompt(5, request=1))
+        assert built.run(make_batch([Part(19, IDS[19:20], range(3))])).tokens == want
+        with monkeypatch.context() as patched:
+            patched.setattr(built._sampler, "draw", Mock(side_effect=MemoryError))
+            with pytest.raises(MemoryError):
+                built.run(make_batch([Part(0, IDS[:19], range(6, 9))]))
+        built.logits(prompt(5, request=1))
+        assert built.run(make_batch([Part(19, IDS[19:20], range(6, 9))])).tokens == want
+
+    def test_a_program_on_a_gpu_that_has_failed_can_be_closed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        built = program()
+        error = fakecupy.CUDARuntimeError("cudaErrorIllegalAddress: an illegal memory access was encountered")
+        monkeypatch.setattr(Stream, "synchronize", Mock(side_effect=error))
+        with pytest.raises(fakecupy.CUDARuntimeError):
+            built.run(prompt(5))
+        built.close()
 
     def test_several_adjusted_rows_beside_plain_ones(self) -> None:
         built = program()

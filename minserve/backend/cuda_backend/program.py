@@ -7,7 +7,8 @@ same instructions one by one. It must not know the model: what it does was recor
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -98,8 +99,18 @@ class CudaProgram:
         return Shape(size, size, min(size, self._limits.max_rows))
 
     # -- running -----------------------------------------------------------------
-    def run(self, batch: Batch) -> Sampled:
+    @contextmanager
+    def _step(self) -> Iterator[None]:
+        """On the program's stream; afterwards nothing of the step is under way, even if it fails halfway: the next one
+        writes into the same staging buffer, which a copy may not have read yet."""
         with self._stream:
+            try:
+                yield
+            finally:
+                self._stream.synchronize()
+
+    def run(self, batch: Batch) -> Sampled:
+        with self._step():
             return self._sampler.wait(batch.sampling, self.queue(batch))
 
     def queue(self, batch: Batch) -> Sequence[Any]:
@@ -111,7 +122,7 @@ class CudaProgram:
         return self._sampler.draw(self._logits, batch, step, adjusted)
 
     def logits(self, batch: Batch) -> Float32:
-        with self._stream:
+        with self._step():
             self._forward(batch, adjusted_rows(batch.sampling))
             logits: Float32 = self._logits[: batch.num_rows].get()
             return logits
@@ -150,7 +161,8 @@ class CudaProgram:
         if self._closed:
             return
         self._closed = True
-        self._stream.synchronize()
+        with suppress(self._m.cp.cuda.runtime.CUDARuntimeError):  # nobody can wait for a GPU that has failed
+            self._stream.synchronize()
         self._graphs.clear()
         del self._lowered, self._caches, self._logits, self._scratch
         del self._sampler, self._staging, self._pools, self._block_bytes

@@ -97,7 +97,7 @@ class Sampler:
         return self._describe(logits, arrays, step, rows)
 
     def wait(self, arrays: SamplingArrays, described: Sequence[Any]) -> Sampled:
-        """Wait for the step, also if it has no rows: the next one writes into its staging buffer."""
+        """Wait for what `draw` queued."""
         self._cp.cuda.get_current_stream().synchronize()
         tokens = self._host_tokens[: len(arrays.targets)].copy()
         return Sampled(tokens, collect(tokens, arrays, [array.get() for array in described]))
