@@ -23,7 +23,7 @@ from minserve.server.generation import Generation
 from minserve.server.json_body import to_struct
 from minserve.server.logprobs import TokenNames
 from minserve.server.messages import conversation
-from minserve.server.prompts import encode_prompt, prompt_list, shown_prompt
+from minserve.server.prompts import prompt_list, read_prompt
 from minserve.server.sampling import chat_params, completion_params, fit
 from minserve.server.schema import ChatBody, CompletionBody, GenerationBody
 from minserve.server.services import Services
@@ -105,14 +105,15 @@ class Calls:
         known.max_tokens = params.max_tokens
         prompts = prompt_list(body.prompt, self._s.config.limits, model.vocab_size)
         options = Options.of(body, logprobs=body.logprobs is not None)
-        tokenizer = model.tokenizer
-        ids = await self._s.text.run(arrival.identity.key, lambda: [encode_prompt(p, tokenizer) for p in prompts])
+        read = await self._s.text.run(
+            arrival.identity.key, lambda: [read_prompt(p, model.tokenizer, echo=body.echo) for p in prompts]
+        )
+        ids = [prompt.ids for prompt in read]
         known.prompt_tokens, known.choices = sum(map(len, ids)), body.n * len(ids)
         call = self._call(arrival, body, ids, params)
-        shown_prompts = [shown_prompt(p, i, tokenizer, echo=body.echo) for p, i in zip(prompts, ids, strict=True)]
         head = Head.new(arrival.id, "text_completion", model.name)
         names = self._names[body.return_tokens_as_token_ids]
-        return Prepared(call, CompletionAnswer(head, options, names, shown_prompts, body.n), body.stream)
+        return Prepared(call, CompletionAnswer(head, options, names, read, body.n), body.stream)
 
     def _call(
         self, arrival: Arrival, body: GenerationBody, prompts: Sequence[tuple[int, ...]], params: SamplingParams

@@ -26,10 +26,15 @@ def prompt_list(prompt: Prompt | None, limits: LimitsConfig, vocab_size: int) ->
     return [p if isinstance(p, str) else check_token_ids("prompt", p, vocab_size) for p in prompts]
 
 
-def encode_prompt(prompt: str | tuple[int, ...], tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Token ids, with the model's bos in front of a text that wants one; exactly one."""
-    if not isinstance(prompt, str):
-        return prompt
+def read_prompt(prompt: str | tuple[int, ...], tokenizer: Tokenizer, *, echo: bool) -> PromptShown:
+    """Its token ids, and what of it comes back: a text as it was written, ids as the text that they stand for."""
+    if isinstance(prompt, str):
+        return PromptShown(_encoded(prompt, tokenizer), prompt if echo else None)
+    return PromptShown(prompt, tokenizer.decode(prompt) if echo else None)
+
+
+def _encoded(prompt: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """With the model's bos in front of a text that wants one; exactly one."""
     ids = tokenizer.encode(prompt, bos=True, allow_special=True)
     bos = tokenizer.bos_id
     if ids[:2] == [bos, bos] and tokenizer.add_bos:
@@ -39,14 +44,6 @@ def encode_prompt(prompt: str | tuple[int, ...], tokenizer: Tokenizer) -> tuple[
             raise _empty()
         ids = [bos]
     return tuple(ids)
-
-
-def shown_prompt(
-    prompt: str | tuple[int, ...], ids: tuple[int, ...], tokenizer: Tokenizer, *, echo: bool
-) -> PromptShown:
-    """What of a prompt comes back: a text as it was written, ids as the text that they stand for."""
-    text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
-    return PromptShown(ids, text if echo else None)
 
 
 def _separate(prompt: Prompt | None) -> Sequence[str | list[int]]:

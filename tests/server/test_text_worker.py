@@ -113,3 +113,19 @@ async def test_a_slow_tokenizer_does_not_hold_up_health(server: Server, monkeypa
     assert not slow.done()
     release.set()
     assert (await slow)[0] == 200
+
+
+@pytest.mark.parametrize(("echo", "threads"), [(True, ["minserve-text_0"]), (False, [])])
+async def test_token_ids_become_text_beside_the_loop_and_only_for_an_echo(
+    server: Server, monkeypatch: pytest.MonkeyPatch, echo: bool, threads: list[str]
+) -> None:
+    seen: list[str] = []
+
+    def decode(*_: object) -> str:
+        seen.append(threading.current_thread().name)
+        return "Hi"
+
+    monkeypatch.setattr(type(server.services.model.tokenizer), "decode", decode)
+    status, reply = await server.post("/v1/completions", {**COMPLETION, "prompt": [72, 105], "echo": echo})
+    assert (status, reply["choices"][0]["text"]) == (200, "HiHello" if echo else "Hello")
+    assert seen == threads
