@@ -153,8 +153,9 @@ async def authenticated(request: web.Request, handler: Handler) -> web.StreamRes
 def _in_our_words(request: web.Request, refusal: web.HTTPException) -> None:
     """What aiohttp refuses before any middleware, an Expect that it doesn't know. Its own words repeat the header."""
     request[VISIT] = Visit("req-" + secrets.token_hex(12))
-    refusal.body = error_response(from_http(refusal)).body
-    refusal.headers["Content-Type"] = "application/json"
+    ours = error_response(from_http(refusal))
+    refusal.body = ours.body
+    refusal.headers.update({"Content-Type": "application/json", "Content-Length": str(ours.content_length)})
 
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:

@@ -78,6 +78,7 @@ async def test_an_unknown_expectation_is_refused_in_json(server: Server, path: s
     assert head.split()[1] == b"417"
     assert b"\r\nContent-Type: application/json\r\n" in head
     assert b"\r\nX-Request-ID: req-" in head
+    assert f"\r\nContent-Length: {len(body)}\r\n".encode() in head
     assert error(417, json.loads(body))["code"] == "http_error"
     assert b"secret" not in body
 
