@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from minserve.config import LimitConfig
 from minserve.economics.prices import Prices
 from minserve.economics.settlement import rank
-from minserve.economics.windows import SECONDS, Span
+from minserve.economics.windows import SECONDS, Period
 
 DAYS = 30.0  # of a month
 
@@ -79,15 +79,14 @@ def ceilings(limits: Sequence[LimitConfig], prices: Prices, *, dearest_call: flo
     dearest_token = max(prices.prefill, prices.decode) / 10**12
     found = []
     for limit in limits:
-        span: Span = limit.period
-        periods = DAYS * 86400 / SECONDS[span]
-        word = f"in any {span}" if limit.rolling else f"per {span}"
+        period = Period(limit.period, limit.rolling)
+        times = DAYS * 86400 / SECONDS[period.span]
         if limit.requests is not None:
-            found.append(Ceiling(f"{limit.requests} requests {word}", periods * limit.requests * dearest_call))
+            found.append(Ceiling(f"{limit.requests} requests {period}", times * limit.requests * dearest_call))
         if limit.tokens is not None:
-            found.append(Ceiling(f"{limit.tokens} tokens {word}", periods * limit.tokens * dearest_token))
+            found.append(Ceiling(f"{limit.tokens} tokens {period}", times * limit.tokens * dearest_token))
         if limit.money is not None:
-            found.append(Ceiling(f"{limit.money:g} {prices.currency} {word}", periods * limit.money))
+            found.append(Ceiling(f"{limit.money:g} {prices.currency} {period}", times * limit.money))
     return sorted(found, key=lambda ceiling: ceiling.cost)
 
 

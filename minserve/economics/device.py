@@ -51,7 +51,8 @@ class DeviceHours:
         self._clock = clock
         self._since = clock()
         self._work = Work()
-        self._pure_decode = [0.0, 0]  # seconds and tokens of steps that only decoded: what a decode token takes
+        self._decode_s = 0.0  # of steps that only decoded, and their tokens: what a decode token takes
+        self._decode_tokens = 0
 
     def step(self, record: StepRecord) -> None:
         work = self._work
@@ -83,11 +84,13 @@ class DeviceHours:
         if not record.decode_tokens:
             return 0.0
         if not record.prefill_tokens:
-            self._pure_decode[0] += record.run
-            self._pure_decode[1] += record.decode_tokens
+            self._decode_s += record.run
+            self._decode_tokens += record.decode_tokens
             return record.run
-        seconds, tokens = self._pure_decode
-        alone = seconds / tokens if tokens else record.run / (record.decode_tokens + record.prefill_tokens)
+        if self._decode_tokens:
+            alone = self._decode_s / self._decode_tokens
+        else:
+            alone = record.run / (record.decode_tokens + record.prefill_tokens)
         return min(record.run, alone * record.decode_tokens)
 
 

@@ -1,6 +1,6 @@
 """Who is calling: keys, the account behind each, and how a request may narrow itself inside that account.
 
-Owns the table of keys (only hashes of them). It must not know counters: an Identity says who pays, `limits` how much.
+Owns the table of keys (only hashes of them). It must not know counters: an Identity says who pays, `payers` how much.
 A request's feature, user and run only say more about a call; they never choose another account, so no header dodges a
 cap.
 """

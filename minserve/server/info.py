@@ -68,12 +68,16 @@ class InfoRoutes:
 
     async def tokenize(self, request: web.Request) -> web.Response:
         body = self._token_body(await read_fields(request))
-        ids = await self._text(request, self._token_job(body))
-        reply: dict[str, Any] = {"count": len(ids), "max_model_len": self._s.model.max_model_len, "tokens": ids}
-        if body.return_token_strs:
-            tokenizer = self._s.model.tokenizer
-            reply["token_strs"] = [tokenizer.token_bytes(i).decode("utf-8", errors="replace") for i in ids]
-        return json_response(reply)
+        encode, tokenizer = self._token_job(body), self._s.model.tokenizer
+
+        def job() -> dict[str, Any]:
+            ids = encode()
+            reply: dict[str, Any] = {"count": len(ids), "max_model_len": self._s.model.max_model_len, "tokens": ids}
+            if body.return_token_strs:
+                reply["token_strs"] = [tokenizer.token_bytes(i).decode("utf-8", errors="replace") for i in ids]
+            return reply
+
+        return json_response(await self._text(request, job))
 
     async def detokenize(self, request: web.Request) -> web.Response:
         body = to_struct(await read_fields(request), DetokenizeBody)
