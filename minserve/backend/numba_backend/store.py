@@ -1,21 +1,27 @@
 """Packed weights on disk, so that a second start reads them instead of packing them again.
 
 Owns one file per model, packing version and requantization in the cache folder, and nothing else of it. It must not
-know formats. A file appears complete or not at all; a damaged or foreign one is ignored and written anew. It is read
-into memory rather than mapped: as fast as the page cache gives it, once, and then in huge pages, which decoding one
-stream gains a few per cent from.
+know formats. A file appears complete or not at all and never changes; a damaged or foreign one is ignored and written
+anew. It is mapped, so that servers of one model share it. Huge pages matter, since each token reads all weights: where
+the system maps files in small ones alone, as Linux does on most file systems, it is read into memory instead.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import os
 import shutil
 import struct
+import sys
 import threading
 import uuid
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
 
 from minserve.backend.numba_backend.arena import PAGE, Bytes, aligned
 from minserve.backend.numba_backend.jit import cache_folder
@@ -25,6 +31,7 @@ from minserve.backend.numba_backend.packing import VERSION
 MAGIC = b"minserve"
 SMALLEST = 32 << 20  # bytes of weights below which packing again is quick enough
 MOST_HEADER = 16 << 20
+POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14
 FILES = 4  # kept; the least recently used go
 
 
@@ -77,20 +84,37 @@ def write(path: Path, entries: dict[str, Bytes]) -> None:
         index[key] = [at, data.nbytes]
         at += -(-data.nbytes // LINE) * LINE
     header = json.dumps(index).encode()
+    header += b" " * (-(len(MAGIC) + 16 + len(header)) % LINE)
+    pieces: list[bytes | memoryview] = [MAGIC + struct.pack("<QQ", len(header), at) + header]
+    for data in entries.values():
+        pieces += [data.data, bytes(-data.nbytes % LINE)]
     unfinished = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
     try:
-        with unfinished.open("wb") as file:
-            file.write(MAGIC + struct.pack("<QQ", len(header), at) + header)
-            for data in entries.values():
-                file.write(data.data)
-                file.write(bytes(-data.nbytes % LINE))
+        with unfinished.open("wb", buffering=PAGE) as file:
+            for page in pages(pieces):
+                file.write(page)
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
 
 
+def pages(pieces: Iterable[bytes | memoryview]) -> Iterator[bytearray]:
+    """The pieces, one after the other, cut as huge pages are: what is written at once can be one in the page cache."""
+    page = bytearray()
+    for piece in pieces:
+        rest = memoryview(piece)
+        while rest:
+            left = PAGE - len(page)
+            page += rest[:left]
+            rest = rest[left:]
+            if len(page) == PAGE:
+                yield page
+                page = bytearray()
+    yield page
+
+
 def read(path: Path) -> dict[str, Bytes]:
-    """The entries of a file, in one allocation; none if it is missing or isn't what `write` makes."""
+    """The entries of a file, one array; none if it is missing or isn't what `write` makes."""
     try:
         with path.open("rb") as file:
             start = file.read(len(MAGIC) + 16)
@@ -98,18 +122,43 @@ def read(path: Path) -> dict[str, Bytes]:
             if len(start) < len(MAGIC) + 16 or start[: len(MAGIC)] != MAGIC:
                 return {}
             length, total = struct.unpack("<QQ", start[len(MAGIC) :])
-            if length > MOST_HEADER or len(start) + length + total != size:
+            at = len(start) + length
+            if length > MOST_HEADER or at + total != size or at % LINE:
                 return {}
             index = json.loads(file.read(length))
-            if not all(0 <= at <= at + n <= total for at, n in index.values()):
+            if not all(0 <= at <= at + n <= total and at % LINE == 0 for at, n in index.values()):
                 return {}
-            data = aligned(total, PAGE)
-            if file.readinto(memoryview(data)) != total:  # type: ignore[arg-type]
-                return {}
+            data = mapped(file, size)[at:]
         os.utime(path)
     except (OSError, ValueError, AttributeError, TypeError, MemoryError):
         return {}
     return {key: data[at : at + n] for key, (at, n) in index.items()}
+
+
+def mapped(file: BinaryIO, size: int) -> Bytes:
+    """A whole file, mapped; read into memory where that alone gives huge pages."""
+    memory = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+    with contextlib.suppress(AttributeError, OSError):  # elsewhere, and on older Linux, pages come as they are used
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        memory.madvise(POPULATE_READ)
+    data = np.frombuffer(memory, np.uint8)
+    if sys.platform != "linux" or in_huge_pages(data):
+        return data
+    copy = aligned(size, PAGE)
+    copy[:] = data
+    return copy
+
+
+def in_huge_pages(data: Bytes) -> bool:
+    """Whether most of a mapping of its own is, by what Linux says of this process's mappings."""
+    mine = False
+    with open("/proc/self/smaps") as mappings:
+        for line in mappings:
+            if line.startswith(f"{data.ctypes.data:08x}-"):
+                mine = True
+            elif mine and line.startswith("FilePmdMapped:"):
+                return int(line.split()[1]) * 1024 > data.nbytes // 2
+    return False
 
 
 def prune(folder: Path) -> None:
