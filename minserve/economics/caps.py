@@ -6,17 +6,19 @@ Owns the arithmetic of one cap. It must not count anything, nor know who pays fo
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from minserve.config import LimitConfig
 from minserve.economics.prices import nano
 from minserve.economics.windows import Amount, Counter, Period
 
+ScopeKind = Literal["server", "key", "user", "end_user", "token", "run"]
+
 
 class Scope(NamedTuple):
-    """Whose counter: "server", "key", "user", "end_user", "token" or "run", and the name within that kind."""
+    """Whose counter, and the name within its kind."""
 
-    kind: str
+    kind: ScopeKind
     name: tuple[str, ...] = ()
 
 

@@ -12,12 +12,12 @@ import sqlite3
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from minserve.economics.caps import Scope
+from minserve.economics.caps import Scope, ScopeKind
 from minserve.economics.clock import BELIEVABLE_S
 from minserve.economics.rows import REFUSED, STATIC
 from minserve.economics.windows import Amount, Period
 
-SCOPE_COLUMNS: dict[str, tuple[str, ...]] = {  # what a scope of each kind is named by
+SCOPE_COLUMNS: dict[ScopeKind, tuple[str, ...]] = {  # what a scope of each kind is named by
     "server": (),
     "key": ("key",),
     "user": ("user",),
@@ -32,7 +32,7 @@ _USED = (
 
 
 def usage(
-    database: sqlite3.Connection, kind: str, period: Period, now: float, since: float | None = None
+    database: sqlite3.Connection, kind: ScopeKind, period: Period, now: float, since: float | None = None
 ) -> Iterator[tuple[Scope, int, Amount]]:
     """(scope, bucket, amount) of one kind of scope, buckets of a scope in order.
 
@@ -63,7 +63,7 @@ def usage(
             yield Scope(kind, tuple(found)), number, Amount(requests, tokens, cost)
 
 
-def resets(database: sqlite3.Connection, kind: str, now: float) -> dict[tuple[str, ...], float]:
+def resets(database: sqlite3.Connection, kind: ScopeKind, now: float) -> dict[tuple[str, ...], float]:
     """The scopes of a kind that were set to zero, and until when calls no longer count against them. Unix seconds."""
     last = database.execute(
         "SELECT name, MAX(time) FROM resets WHERE kind = ? AND time <= ? GROUP BY name", (kind, now + BELIEVABLE_S)

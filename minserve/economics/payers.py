@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from minserve.config import Config, LimitConfig, SpendConfig
-from minserve.economics.caps import Limit, Payer, Scope
+from minserve.economics.caps import Limit, Payer, Scope, ScopeKind
 from minserve.economics.keys import Identity
 from minserve.economics.loops import LIFE, Runs
 from minserve.economics.prices import Prices, money, nano
@@ -59,10 +59,14 @@ class Payers:
         return [payer for payer in payers if payer.limits]
 
     @property
-    def counted(self) -> set[tuple[str, str, Period]]:
+    def counted(self) -> set[tuple[ScopeKind, str, Period]]:
         """Every (kind, name, period) in which calls are counted; end users and runs by their key."""
-        tables = {"key": self._keys, "user": self._users, "end_user": self._end_users}
-        found = {
+        tables: dict[ScopeKind, dict[str, tuple[Limit, ...]]] = {
+            "key": self._keys,
+            "user": self._users,
+            "end_user": self._end_users,
+        }
+        found: set[tuple[ScopeKind, str, Period]] = {
             (kind, name, limit.period)
             for kind, table in tables.items()
             for name, limits in table.items()
@@ -71,9 +75,9 @@ class Payers:
         found |= {("run", name, LIFE) for name in self._run_capped}
         return found | ({("server", "", self.server.period)} if self.server else set())
 
-    def periods(self) -> dict[str, set[Period]]:
+    def periods(self) -> dict[ScopeKind, set[Period]]:
         """Which periods each kind of scope is counted in; of runs there is only their life."""
-        found: dict[str, set[Period]] = {"key": set(), "user": set(), "end_user": set(), "server": set()}
+        found: dict[ScopeKind, set[Period]] = {"key": set(), "user": set(), "end_user": set(), "server": set()}
         for kind, _, period in self.counted:
             if period != LIFE:
                 found[kind].add(period)

@@ -5,14 +5,14 @@ Owns the words. It must not count anything.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from minserve.economics.caps import Window
+from minserve.economics.caps import ScopeKind, Window
 from minserve.economics.prices import money
 from minserve.economics.windows import SECONDS, Amount, Counter
 from minserve.request import RequestError
 
-_WHOSE = {
+_WHOSE: Mapping[ScopeKind, str] = {
     "server": "The server's spending limit",
     "key": "This API key",
     "user": "This account",
@@ -20,7 +20,7 @@ _WHOSE = {
     "token": "This page token",
     "run": "This run",
 }
-_CODES = {"server": "server_budget_exceeded", "run": "run_budget_exceeded"}
+_CODES: Mapping[ScopeKind, str] = {"server": "server_budget_exceeded", "run": "run_budget_exceeded"}
 
 
 def refusal(window: Window, amount: Amount, now: float) -> RequestError:

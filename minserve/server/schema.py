@@ -6,9 +6,12 @@ what is known and refused is in `unsupported.py`.
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import msgspec
+
+from minserve.config import PoolName
+from minserve.economics.caps import ScopeKind
 
 TokenIds = list[int]
 Prompt = str | list[str | int | TokenIds]  # one text, texts, one list of token ids, lists of token ids
@@ -48,7 +51,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     return_tokens_as_token_ids: bool = False
     include_metrics: bool = False  # ours: adds the `metrics` object
     priority: int = 0  # lower goes first, clamped by the key
-    pool: Literal["interactive", "bulk"] | None = None  # ours: one of the key's pools
+    pool: PoolName | None = None  # ours: one of the key's pools
     cache_salt: str | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -129,7 +132,7 @@ class AbortBody(msgspec.Struct, kw_only=True):
 class ResetBody(msgspec.Struct, kw_only=True):
     """Whose counters; names as the ledger's columns have them."""
 
-    scope: Literal["server", "key", "user", "end_user", "token", "run"]
+    scope: ScopeKind
     key: str = ""  # without keys there is only that of [local]
     user: str | None = None
     end_user: str | None = None

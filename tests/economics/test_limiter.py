@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from minserve.economics import limiter as limiter_module
-from minserve.economics.caps import Limit, Payer, Scope
+from minserve.economics.caps import Limit, Payer, Scope, ScopeKind
 from minserve.economics.limiter import Limiter
 from minserve.economics.windows import Amount, Period
 from minserve.request import RequestError
@@ -13,7 +13,7 @@ from minserve.request import RequestError
 MINUTE, DAY = Period("minute"), Period("day")
 
 
-def payer(kind: str, *name: str, limit: Limit | None = None, until: float | None = None) -> Payer:
+def payer(kind: ScopeKind, *name: str, limit: Limit | None = None, until: float | None = None) -> Payer:
     return Payer(Scope(kind, name), (limit or Limit(DAY, requests=2),), until)
 
 
