@@ -187,8 +187,8 @@ def make_limits(config: EngineConfig, pools: PoolsConfig, num_blocks: int, max_m
     """The scheduler's limits."""
     seats, step = config.max_num_seqs, step_limits(config, num_blocks, max_model_len)
 
-    def pool(p: PoolConfig) -> PoolLimits:
-        return PoolLimits(p.max_num_seqs or seats, p.token_share, p.kv_share)
+    def part(pool: PoolConfig) -> PoolLimits:
+        return PoolLimits(pool.max_num_seqs or seats, pool.token_share, pool.kv_share)
 
     return Limits(
         block_size=config.block_size,
@@ -198,7 +198,7 @@ def make_limits(config: EngineConfig, pools: PoolsConfig, num_blocks: int, max_m
         chunk_tokens=step.max_tokens,
         max_rows=step.max_rows,
         watermark_blocks=min(num_blocks // 100 + 1, -(-max_model_len // config.block_size)),
-        pools={Pool.INTERACTIVE: pool(pools.interactive), Pool.BULK: pool(pools.bulk)},
+        pools={pool: part(pools.of(pool)) for pool in Pool},
     )
 
 

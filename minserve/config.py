@@ -100,6 +100,11 @@ class PoolsConfig(Section, frozen=True):
         total_s=7200.0,
     )
 
+    def of(self, name: str) -> PoolConfig:
+        """name: a PoolName, or a Pool."""
+        pool: PoolConfig = getattr(self, name)
+        return pool
+
 
 class TimeoutsConfig(Section, frozen=True):
     """Layers, each inside the next: step < token gap < first token < total < client; a pool's queue < first token;

@@ -12,8 +12,9 @@ import math
 import os
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import get_args
 
-from minserve.config import AccountConfig, Config, LimitConfig, PoolConfig
+from minserve.config import AccountConfig, Config, LimitConfig, PoolName
 from minserve.origin import ORIGIN_WORDS, normal_origin
 
 _MAX_PRICE = 10_000.0  # per million tokens: a hundred times what the dearest models cost
@@ -92,8 +93,9 @@ def _idle_shrinking(config: Config) -> Iterator[str]:
 
 
 def _timeouts(config: Config) -> Iterator[str]:
-    t, interactive = config.timeouts, config.pools.interactive
-    for name, pool in (("interactive", interactive), ("bulk", config.pools.bulk)):
+    t = config.timeouts
+    for name in get_args(PoolName):
+        pool = config.pools.of(name)
         gap, gap_name = _own(pool.token_gap_s, t.token_gap_s, name, "token_gap_s")
         first, first_name = _own(pool.first_token_s, t.first_token_s, name, "first_token_s")
         total, total_name = _own(pool.total_s, t.total_s, name, "total_s")
@@ -117,12 +119,12 @@ def _nested(*layers: tuple[str, float]) -> Iterator[str]:
 
 
 def _pools(config: Config) -> Iterator[str]:
-    both: tuple[PoolConfig, PoolConfig] = config.pools.interactive, config.pools.bulk
+    pools = {name: config.pools.of(name) for name in get_args(PoolName)}
     for share in ("token_share", "kv_share"):
-        total = sum(getattr(pool, share) for pool in both)
+        total = sum(getattr(pool, share) for pool in pools.values())
         if total > 1 + 1e-9:
             yield f"pools.*.{share} add up to {total:g}; at most 1 can be promised"
-    for name, pool in (("interactive", both[0]), ("bulk", both[1])):
+    for name, pool in pools.items():
         if pool.max_num_seqs > config.engine.max_num_seqs:
             yield (
                 f"pools.{name}.max_num_seqs ({pool.max_num_seqs}) is more than "

@@ -15,11 +15,11 @@ from dataclasses import replace
 
 from msgspec import structs
 
-from minserve.config import PoolConfig, PoolsConfig, TimeoutsConfig
+from minserve.config import PoolsConfig, TimeoutsConfig
 from minserve.economics.accounting import Accounting
 from minserve.economics.keys import Identity
 from minserve.economics.reservation import Admission, Reservation
-from minserve.request import Pool, RequestError, Submission
+from minserve.request import RequestError, Submission
 from minserve.server.arrival import Arrival, Call, Known
 from minserve.server.degradation import Degradation, StaticText
 from minserve.server.ending import ClientStalled, Ending, settle, settle_later, so_far, tell
@@ -191,12 +191,9 @@ class Gateway:
             for i, (prompt, params) in enumerate(zip(call.prompts, call.params, strict=True))
         ]
 
-    def _pool(self, pool: Pool) -> PoolConfig:
-        return self._pools.interactive if pool is Pool.INTERACTIVE else self._pools.bulk
-
     def _timeouts_of(self, call: Call) -> CallTimeouts:
         """Its pool's, and its client's deadline where that comes first."""
-        own = self._pool(call.pool)
+        own = self._pools.of(call.pool)
         timeouts = CallTimeouts(
             queue=own.queue_timeout_s,
             first_token=own.first_token_s or self._timeouts.first_token_s,

@@ -114,7 +114,7 @@ async def opened(
             return
         engine = AsyncEngine(
             assembly.engine,
-            max_queue={Pool.INTERACTIVE: config.pools.interactive.max_queue, Pool.BULK: config.pools.bulk.max_queue},
+            max_queue={pool: config.pools.of(pool).max_queue for pool in Pool},
             step_timeout=config.timeouts.step_s,
         )
         cleanup.push_async_callback(engine.stop)
