@@ -10,6 +10,7 @@
 // Bytes: a row of V floats is read once for the maximum, once for the draw and three
 // times each for top-k and top-p, out of the L2 cache; steps that are off cost nothing.
 #include "sampling.cuh"
+#include "seats.cuh"
 
 // Distance from the best logit over the temperature, >= 0.  Its bits sort like it, best first.
 struct Distance {
@@ -72,10 +73,10 @@ __global__ void __launch_bounds__(kThreads, 1)       // one block an SM: without
 sample(int* __restrict__ tokens,                        // [S]
        const float* __restrict__ raw,                   // [S][V]
        const float* __restrict__ adjusted, const int* __restrict__ is_adjusted,  // see adjust()
-       u16* __restrict__ counts,                        // [seats][stride], see seats.cu
+       u16* __restrict__ counts,                        // [seats][V], see seats.cuh
        const float* __restrict__ temperatures, const int* __restrict__ top_ks, const float* __restrict__ top_ps,
        const float* __restrict__ min_ps, const float* __restrict__ uniforms, const int* __restrict__ targets,
-       const int* __restrict__ seats, int vocab, int stride, int first_row) {
+       const int* __restrict__ seats, int vocab, int first_row) {
   constexpr int kWarps = kThreads / 32;
   __shared__ u32 low[kBins];                            // for select(): once, not once for each of its instances
   __shared__ u32 high[kBins];
@@ -88,11 +89,7 @@ sample(int* __restrict__ tokens,                        // [S]
   }
   auto accept = [&](int token) {
     tokens[s] = token;
-    if (seats[s] < 0) return;
-    u16* count = counts + (long long)seats[s] * stride + token;
-    u16 old, seen = *count;                             // another row of the step may have the same seat
-    do old = seen;
-    while ((old & 0x7fff) < 0x7fff && (seen = atomicCAS(count, old, u16(old + 1))) != old);
+    if (seats[s] >= 0) count_token(counts + (long long)seats[s] * vocab + token);
   };
 
   // Steps 3 and 4: the largest logit, the lowest id among equals; none if it isn't finite.
@@ -159,17 +156,17 @@ adjust(float* __restrict__ adjusted, const float* __restrict__ raw, const int* _
        const u16* __restrict__ counts, const float* __restrict__ penalties,      // [S][3] presence, frequency, repetition
        const int* __restrict__ seats, const int* __restrict__ bias_starts, const int* __restrict__ bias_ids,
        const float* __restrict__ bias_values, const u32* __restrict__ masks,     // [S][ceil(V / 32)] or null
-       int vocab, int stride, int first_row) {
+       int vocab, int first_row) {
   const int s = first_row + blockIdx.x;
   if (!is_adjusted[s]) return;
   const float presence = penalties[3 * s], frequency = penalties[3 * s + 1], repetition = penalties[3 * s + 2];
-  const u16* count = seats[s] >= 0 ? counts + (long long)seats[s] * stride : nullptr;
+  const u16* count = seats[s] >= 0 ? counts + (long long)seats[s] * vocab : nullptr;
   const u32* mask = masks ? masks + (long long)s * ((vocab + 31) / 32) : nullptr;
   const float* source = raw + (long long)s * vocab;
   float* target = adjusted + (long long)blockIdx.x * vocab;
   for (int i = threadIdx.x; i < vocab; i += kThreads) {
     float x = source[i];
-    const int known = count ? count[i] : 0, made = known & 0x7fff;
+    const int known = count ? count[i] : 0, made = known & kMostMade;
     // One rounding per operation, as the specification has it: no fused multiply-add.
     if (known) x = x > 0 ? __fdiv_rn(x, repetition) : __fmul_rn(x, repetition);
     if (made) x = __fsub_rn(__fsub_rn(x, __fmul_rn(frequency, made)), presence);

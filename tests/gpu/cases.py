@@ -122,9 +122,9 @@ def rest(b: Bench) -> Iterator[Case]:
         yield Case(name, f"{rows} rows", rows * d * moved, 0, [launch(instruction, every)] * 8)
     for source, format in (("Q8_0", "Int8"), ("Q4_K", "Int4Min"), ("Q6_K", "Int6Min")):
         yield repack(b, source, format, 2 * f, max(d, 256))
-    counts, tokens, words = b.bytes(2 * v).view(np.uint32), b.ints(np.arange(1000) % v), v // 2
+    counts, tokens = b.bytes(2 * v).view(np.uint16), b.ints(np.arange(1000) % v)
     reset = b.m.kernels.get("seats", "reset_seat")
-    lengths = np.int32(900), np.int32(1000), np.int32(words)
+    lengths = np.int32(900), np.int32(1000), np.int32(v)
     yield Case("reset_seat", "1000 tokens", 2 * v, 0, [lambda: reset((1,), 1024, counts, tokens, *lengths)] * 8)
 
 

@@ -47,7 +47,7 @@ class Device:
 
     def counts(self, seat: int) -> npt.NDArray[np.uint16]:
         """[V]: bit 15 = in the prompt, the rest = how often in the output."""
-        counts: npt.NDArray[np.uint16] = self._kit.cp.asnumpy(self._sampler._counts[seat])[: self._vocab]
+        counts: npt.NDArray[np.uint16] = self._kit.cp.asnumpy(self._sampler._counts[seat])
         return counts
 
 
@@ -218,12 +218,13 @@ def penalties(kit: Kit, vocab: int) -> None:
 def full_counts(kit: Kit) -> None:
     """A count has 15 bits and stays at its most; the bit beside it says that the prompt has the token."""
     device, sampling = Device(kit, 10), make_sampling(1, penalties=[(0.1, 0.0, 1.0)], seats=[0])
-    reset = SeatReset(0, np.array([2], np.int32), np.full(0x7FFF, 5, np.int32))
     logits = np.zeros((1, 10), np.float32)
     logits[0, 5] = 9
-    for resets in ((reset,), (), ()):
-        assert device.draw(logits, sampling, resets).tokens.tolist() == [5]
-        assert device.counts(0).tolist() == [0, 0, 0x8000, 0, 0, 0x7FFF, 0, 0, 0, 0]
+    for made in (0x7FFE, 0x7FFF, 0x8000, 0x10003):  # the first is filled by the draw
+        reset = SeatReset(0, np.array([2, 5], np.int32), np.array([5] * made + [4, 6], np.int32))
+        for resets in ((reset,), ()):
+            assert device.draw(logits, sampling, resets).tokens.tolist() == [5]
+            assert device.counts(0).tolist() == [0, 0, 0x8000, 0, 1, 0xFFFF, 1, 0, 0, 0]
 
 
 def rows_of_one_seat(kit: Kit) -> None:

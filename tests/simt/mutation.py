@@ -51,6 +51,7 @@ RELEVANT = {
     "sampling.cu": r"sampling|logprobs",
     "sampling.cuh": r"sampling|logprobs",
     "seats.cu": r"penalties",
+    "seats.cuh": r"penalties",
     "skinny_gemm.cu": r"linear|gated",
     "weights.cuh": r"linear|gated|packing|embed|large product",
 }

@@ -46,8 +46,8 @@ SURVIVORS: dict[str, str] = {
     "sampling.cu: if (threadIdx.x == 0) tokens[s] = targets[s]; | at 16: == -> !=": (
         "the other threads write the same number"
     ),
-    "sampling.cu: while ((old & 0x7fff) < 0x7fff && (seen = atomicCAS(count, old, u16(old + 1))) != old); "
-    "| at 79: != -> ==": "a try that failed is not repeated: no try fails where block follows block",
+    "seats.cuh: while ((old & kMostMade) < kMostMade && (seen = atomicCAS(count, old, u16(old + 1))) != old); "
+    "| at 85: != -> ==": "a try that failed is not repeated: no try fails where block follows block",
     "sampling.cu: if (top_k > 0 && top_k < vocab) | at 23: < -> <=": "the limit that keeps all tokens keeps all",
     "sampling.cu: if (top_p < 1) | at 10: < -> <=": "the limit that keeps the whole weight drops what has none",
     "sampling.cu: if (known) x = x > 0 ? __fdiv_rn(x, repetition) : __fmul_rn(x, repetition); | at 17: > -> >=": (

@@ -39,7 +39,6 @@ class Sampler:
         shapes = self._shapes(limits, vocab_size)
         self._counts = cp.zeros(*shapes["counts"])
         self._adjusted, self._masks, self._tokens = (cp.empty(*shapes[n]) for n in ("adjusted", "masks", "tokens"))
-        self._stride = self._counts.shape[1]
         self._memory = cp.cuda.alloc_pinned_memory(self._masks.nbytes)
         self._host_masks = np.frombuffer(self._memory, np.uint32, self._masks.size).reshape(self._masks.shape)
         pinned = cp.cuda.alloc_pinned_memory(4 * limits.max_rows)
@@ -53,7 +52,7 @@ class Sampler:
     def _shapes(limits: StepLimits, vocab_size: int) -> dict[str, tuple[tuple[int, ...], type]]:
         """Shape and dtype of the device's arrays."""
         return {
-            "counts": ((limits.max_requests, cdiv(vocab_size, 2) * 2), np.uint16),  # two to a word
+            "counts": ((limits.max_requests, vocab_size), np.uint16),
             "adjusted": ((min(ADJUSTED_ROWS, limits.max_rows), vocab_size), np.float32),
             "masks": ((limits.max_rows, cdiv(vocab_size, 32)), np.uint32),
             "tokens": ((limits.max_rows,), np.int32),
@@ -69,15 +68,14 @@ class Sampler:
         """Count what the seats' new owners already know; known: their prompts and outputs, on the device."""
         for reset, tokens in zip(resets, known, strict=True):
             lengths = i32(len(reset.prompt)), i32(tokens.size)
-            row = self._counts[reset.seat].view(np.uint32)
-            self._reset((1,), THREADS, row, tokens, *lengths, i32(self._stride // 2))
+            self._reset((1,), THREADS, self._counts[reset.seat], tokens, *lengths, i32(self._vocab))
 
     def draw(self, logits: Any, batch: Batch, step: Step, adjusted: npt.NDArray[np.bool_]) -> Sequence[Any]:
         """Queue the draw of one token a row of logits [S, V], counted by seat. Returns what `wait` needs."""
         rows, arrays = batch.num_rows, batch.sampling
         if rows == 0:
             return ()
-        inputs, sizes = step.inputs, (i32(self._vocab), i32(self._stride))
+        inputs = step.inputs
         changes = adjusted.any()
         masks = self._upload_masks(arrays.mask) if changes and arrays.mask is not None else None
         at_once = len(self._adjusted) if changes else rows
@@ -87,12 +85,12 @@ class Sampler:
             if changes:
                 names = "penalties", "seats", "bias_starts", "bias_ids", "bias_values"
                 arguments = self._adjusted, logits, *flags, *(inputs[name] for name in names), masks
-                self._adjust(grid, THREADS, *arguments, *sizes, i32(first))
+                self._adjust(grid, THREADS, *arguments, i32(self._vocab), i32(first))
             knobs = [
                 inputs[name] for name in ("temperature", "top_k", "top_p", "min_p", "uniforms", "targets", "seats")
             ]
             arguments = self._tokens, logits, self._adjusted, *flags, *knobs
-            self._sample(grid, THREADS, *arguments, *sizes, i32(first))
+            self._sample(grid, THREADS, *arguments, i32(self._vocab), i32(first))
         self._tokens[:rows].get(out=self._host_tokens[:rows], blocking=False)
         return self._describe(logits, arrays, step, rows)
 
