@@ -12,12 +12,11 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import replace
 
 from minserve.batch import StepResult
 from minserve.engine import Delivery, Engine, step_failed
-from minserve.policy.admission import Load, admit, queue_timeout
-from minserve.policy.forecast import Forecast
+from minserve.policy.admission import admit, queue_timeout
+from minserve.queue_times import QueueTimes
 from minserve.request import Pool, RequestError, Submission
 from minserve.status import EngineStatus, LiveRequest, State
 from minserve.step import Step
@@ -36,7 +35,6 @@ class AsyncEngine:
         self.engine = engine
         self.state = State.READY
         self.failure: RequestError | None = None
-        self._max_queue = max_queue
         self._step_timeout = step_timeout
         self._streams: dict[str, Stream] = {}
         self._inbox: list[tuple[str, RequestError | None]] = []
@@ -49,8 +47,7 @@ class AsyncEngine:
         self._steps = 0
         self._failures = 0
         self._last_step: float | None = None
-        self._forecast = Forecast(engine.scheduler.limits.block_size)
-        self._waits: dict[Pool, tuple[tuple[int, int], float]] = {}
+        self._times = QueueTimes(engine.scheduler, max_queue)
         self._paused: Callable[[], frozenset[Pool]] = frozenset
 
     # -- what the server calls
@@ -72,7 +69,7 @@ class AsyncEngine:
             raise copy(self.failure)  # an exception keeps the frames of everybody it was raised to
         if self.state is not State.READY:
             raise RequestError("The server is shutting down.", status=503, code="draining", retry_after=5)
-        load = self._load(submissions[0].pool)
+        load = self._times.load(submissions[0].pool)
         for submission in submissions:
             refusal = admit(submission, self.engine.scheduler.limits, load)
             if refusal is not None:
@@ -115,13 +112,7 @@ class AsyncEngine:
 
     def wait(self, pool: Pool) -> float:
         """Seconds until a call of this pool that comes now would start."""
-        scheduler = self.engine.scheduler
-        moment = self._steps, len(scheduler.requests)
-        known = self._waits.get(pool)
-        if known is None or known[0] != moment:  # a storm of refusals between two steps costs one look at the queue
-            seconds = self._forecast.wait(pool, scheduler.requests.values(), scheduler.limits)
-            known = self._waits[pool] = moment, seconds
-        return known[1]
+        return self._times.wait(pool)
 
     def pause(self, pools: Callable[[], frozenset[Pool]]) -> None:
         """Ask `pools` before every step which pools get nothing in it; they keep what the others don't need."""
@@ -213,7 +204,7 @@ class AsyncEngine:
     def _finished(self, step: Step) -> None:
         self._steps += 1
         self._last_step = self.engine.clock()
-        self._forecast.step(step.decode_tokens, step.prefill_tokens, self._last_step - step.started)
+        self._times.finished(step, self._last_step)
 
     def _give_up(self, message: str, code: str = "engine_failed") -> None:
         """Never healthy but dead: every stream gets the error, submit refuses, health reports it."""
@@ -225,8 +216,8 @@ class AsyncEngine:
         for delivery in deliveries:
             stream = self._streams[delivery.group]
             stream.deliver(delivery)
-            if delivery.outcome is not None and delivery.outcome.ttft is not None:
-                self._forecast.end(delivery.outcome.finish, delivery.outcome.usage)
+            if delivery.outcome is not None:
+                self._times.ended(delivery.outcome)
             if stream.done:
                 del self._streams[delivery.group]
         if not self._streams:
@@ -243,18 +234,7 @@ class AsyncEngine:
                 self._deliver(self.engine.abort(group, error))
             elif queue is not None and now >= queue and stream.progress.phase == "queued":
                 late.append(group)
-        if late:
-            self._leave_queue(late)
-
-    def _leave_queue(self, late: list[str]) -> None:
-        """When to come back is counted without all those who leave now."""
-        scheduler, gone = self.engine.scheduler, set(late)
-        left = [request for request in scheduler.requests.values() if request.group not in gone]
-        waits = {pool: self._forecast.wait(pool, left, scheduler.limits) for pool in Pool}
+        waits = self._times.without(set(late)) if late else {}  # when to come back: none of these will be waiting
         for group in late:
             error = queue_timeout(waits[self._streams[group].submission.pool])
             self._deliver(self.engine.abort(group, error))
-
-    def _load(self, pool: Pool) -> Load:
-        load = Load(self.engine.scheduler.counts().waiting[pool], self._max_queue[pool])
-        return replace(load, wait=self.wait(pool)) if load.full else load

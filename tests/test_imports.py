@@ -53,6 +53,7 @@ ROOMS = {
     "step": room(5),
     "engine": room(5),
     "stream": room(5),
+    "queue_times": room(5),
     "status": room(5, rooms="request"),
     "worker": room(5),
     "async_engine": room(5),
