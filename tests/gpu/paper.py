@@ -194,7 +194,7 @@ class PaperProgram:
         if rows <= ops.SKINNY_ROWS[w.format]:
             yield Work("skinny_gemm", w.nbytes + x + size * rows * i._out.cols, flops)
             return
-        slabs = 1 if w.format == "Dense" else cdiv(w.n, ops.SLAB_BYTES // (2 * w.k))
+        slabs = 1 if w.format == "Dense" else cdiv(w.n, ops.slab_rows(w.k))
         if w.format != "Dense":
             yield Work("dequantize", w.nbytes + 2 * w.n * w.k, w.n * w.k, slabs)
         yield Work("cuBLAS", 2 * w.n * w.k + slabs * x + size * rows * w.n, flops, slabs)

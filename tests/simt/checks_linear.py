@@ -95,6 +95,14 @@ def large_product(kit: Kit, encodings: tuple[Encoding, ...], k: int) -> None:
     assert np.isnan(kit.host(out.array)[:, [*range(4), *range(11, 16)]]).all()
 
 
+def sums_in_float(kit: Kit) -> None:
+    """Parts of a sum are beyond float16, the whole is not."""
+    m, out = kit.machine(), kit.result(5, 16)
+    a, b = kit.array(np.repeat([[4096.0, -4064.0]], 32, 1).repeat(5, 0)), kit.array(np.ones((16, 64)))
+    kit.run(m, lambda _: m.blas.linear(Output(out.array, out.type, 16), a, b, 5, 16, 64, kit.compute), step_of(5))
+    assert (kit.host(out.array) == 32 * 32).all()
+
+
 def linear(kit: Kit, encodings: tuple[Encoding, ...], rows: int, n: int, k: int, out_type: str) -> None:
     """x @ weight.T for every format; quantized weights act as the file's exact numbers (rounded, through cuBLAS)."""
     m, tensors = kit.machine(), [host_tensor(i, n, k, e) for i, e in enumerate(encodings)]
@@ -170,5 +178,6 @@ CHECKS: dict[str, Check] = {
     "linear of mixed tensors": partial(linear, encodings=(Q4_0, Q8_0, Q5_1), rows=2, n=20, k=96, out_type=""),
     **{f"gated {name} {a} {rows} rows": partial(gated, encodings=e, activation=a, rows=rows, width=24, k=k)
        for (name, (e, k)), a, rows in product(FORMATS.items(), get_args(Activation), (1, 9, 20))},
+    "large product whose parts overflow": sums_in_float,
     **{f"large product {name}": partial(large_product, encodings=e, k=k) for name, (e, k) in FORMATS.items()},
 }  # fmt: skip

@@ -2,12 +2,14 @@
 
 Follows the documentation, not our use of it: matrices are column-major, a leading dimension is the distance between
 columns, setting the stream drops the workspace. So a swapped argument gives wrong numbers here as it would on a GPU.
-A product is captured only in a shape that has run before: cuBLAS loads the kernel it chose at its first launch.
+A product is captured only in a shape that has run before: cuBLAS loads the kernel it chose at its first launch. Unless
+the math mode forbids it, a product is the sum of two that are rounded to the result's type.
 """
 
 from __future__ import annotations
 
 import ctypes
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -29,11 +31,16 @@ class FakeBlas:
     def __init__(self) -> None:
         self._stream = Stream.null
         self._workspace = 0, 0  # address, bytes
+        self._math = 0  # cublasMath_t
         self._seen: set[tuple[int, ...]] = set()
         self.products = 0
 
     def cublasCreate_v2(self, handle: Any) -> int:
         handle._obj.value = 1
+        return SUCCESS
+
+    def cublasSetMathMode(self, handle: ctypes.c_void_p, mode: int) -> int:
+        self._math = mode
         return SUCCESS
 
     def cublasSetStream_v2(self, handle: ctypes.c_void_p, stream: ctypes.c_void_p) -> int:
@@ -85,9 +92,11 @@ class FakeBlas:
             if not all(device_memory.written(*place).all() for place in places[:2]):
                 raise KernelError("cublasGemmEx reads device memory that nobody has written")
             left, right = _columns(a, a_type, lda, *shape_a), _columns(b, b_type, ldb, *shape_b)
-            product = (left.T if transpose_a else left) @ (right.T if transpose_b else right)
+            left, right = left.T if transpose_a else left, right.T if transpose_b else right
+            cuts = (0, k) if self._math & 16 else (0, k // 2, k)
+            parts = [_rounded(left[:, a:b] @ right[a:b], c_type) for a, b in pairwise(cuts)]
             target = _view(c, c_type, ldc, m, n)
-            target[:] = float32_to_bfloat16(product) if c_type == 14 else product.astype(target.dtype)
+            target[:] = _rounded(np.sum([_floats(part, c_type) for part in parts], 0), c_type)
             noted = device_memory.written(*places[2])
             for column in range(n):
                 noted[column * ldc * target.itemsize :][: m * target.itemsize] = 1
@@ -109,6 +118,14 @@ def _view(address: ctypes.c_void_p, kind: int, leading: int, rows: int, columns:
     return np.lib.stride_tricks.as_strided(memory, (rows, columns), (dtype.itemsize, leading * dtype.itemsize))
 
 
+def _rounded(values: npt.NDArray[np.float32], kind: int) -> npt.NDArray[Any]:
+    with np.errstate(over="ignore", invalid="ignore"):
+        return float32_to_bfloat16(values) if kind == 14 else values.astype(_DTYPES[kind])
+
+
+def _floats(numbers: npt.NDArray[Any], kind: int) -> npt.NDArray[np.float32]:
+    return bfloat16_to_float32(np.ascontiguousarray(numbers)) if kind == 14 else numbers.astype(np.float32)
+
+
 def _columns(address: ctypes.c_void_p, kind: int, leading: int, rows: int, columns: int) -> npt.NDArray[np.float32]:
-    view = _view(address, kind, leading, rows, columns)
-    return bfloat16_to_float32(np.ascontiguousarray(view)) if kind == 14 else view.astype(np.float32)
+    return _floats(_view(address, kind, leading, rows, columns), kind)

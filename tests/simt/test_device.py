@@ -245,6 +245,7 @@ class TestBlas:
     def test_a_failing_call_is_named(self) -> None:
         library = SimpleNamespace(
             cublasCreate_v2=lambda handle: 0,
+            cublasSetMathMode=lambda *_: 0,
             cublasSetStream_v2=lambda *_: 0,
             cublasSetWorkspace_v2=lambda *_: 0,
             cublasGemmEx=lambda *_: 13,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from minserve.backend.base import Heads
 from minserve.backend.cuda_backend import ops
 from minserve.backend.cuda_backend.attention import Attention, Scratch, decode_splits
 from minserve.backend.cuda_backend.backend import MAX_REQUESTS
+from minserve.backend.cuda_backend.blas import Output
 from minserve.backend.cuda_backend.kernels import Kernels
 from minserve.backend.cuda_backend.ops import Buffer, Instruction, Machine, NormWeight
 from minserve.backend.cuda_backend.step import Shape, Step
@@ -43,8 +45,9 @@ class Recording:
         return SimpleNamespace(get_function=get_function)
 
 
-def machine(cp: Recording) -> Machine:
-    blas: Any = SimpleNamespace(linear=lambda *_: None)
+def machine(cp: Recording, linear: Callable[..., None] = lambda *_: None) -> Machine:
+    """linear: what cuBLAS does."""
+    blas: Any = SimpleNamespace(linear=linear)
     return Machine(cp, Kernels(cp), blas, "half", sms=4, block_size=16, max_model_len=512, slab=None)
 
 
@@ -137,6 +140,17 @@ def test_no_step_asks_for_more_blocks_than_a_grid_has() -> None:
             for _, grid, _ in launched(cp, m, instruction, large):
                 assert grid[0] < 2**31, name
                 assert max(grid[1:], default=1) <= MAX_GRID_YZ, name
+
+
+@pytest.mark.parametrize("k", [64, 4096, 8960, 11008, 14336, 18944, 53248])
+def test_slabs_of_dequantized_weights_begin_at_aligned_columns(k: int) -> None:
+    outputs: list[Output] = []
+    cp, n = Recording(), 50_000
+    m = machine(cp, lambda out, *_: outputs.append(out))
+    launched(cp, m, ops.Linear(m, buffer(n), buffer(k), Matrix("Int8", n, k, None)), step(17))
+    firsts = [out.first for out in outputs]
+    assert all(2 * first % 16 == 0 for first in firsts)
+    assert all((b - a) * 2 * k <= ops.SLAB_BYTES for a, b in pairwise([*firsts, n]))
 
 
 @pytest.mark.parametrize("cell", ["n / 4 x 32", "n / 4, T x 32", "n / 4 x 32; D > 64: 2 T x 64"])

@@ -17,9 +17,10 @@ import numpy as np
 from minserve.backend.base import BackendError
 from minserve.backend.cuda_backend.kernels import DTYPES
 
-# Values of cudaDataType_t, cublasComputeType_t, cublasGemmAlgo_t, cublasOperation_t.
+# Values of cudaDataType_t, cublasComputeType_t, cublasGemmAlgo_t, cublasOperation_t, cublasMath_t.
 R_32F, R_16F, R_16BF = 0, 2, 14
 COMPUTE_32F, GEMM_DEFAULT, OP_N, OP_T = 68, -1, 0, 1
+DISALLOW_REDUCED_PRECISION_REDUCTION = 16  # else parts of a sum are rounded to the result's type before they are added
 TYPES = {"float": R_32F, "half": R_16F, "bf16": R_16BF}
 WORKSPACE_BYTES = 32 << 20  # what NVIDIA recommends for Hopper; less is enough elsewhere
 
@@ -59,6 +60,8 @@ class Blas:
         self._cp, self._library = cp, library
         self._handle = ctypes.c_void_p()
         self._check("cublasCreate_v2", library.cublasCreate_v2(ctypes.byref(self._handle)))
+        mode = DISALLOW_REDUCED_PRECISION_REDUCTION
+        self._check("cublasSetMathMode", library.cublasSetMathMode(self._handle, mode))
         self._workspace = cp.empty(WORKSPACE_BYTES, np.uint8)
         self._one, self._zero = ctypes.c_float(1), ctypes.c_float(0)
 

@@ -170,7 +170,7 @@ class Linear:
     def _large(self, step: Step, rows: int) -> None:
         """cuBLAS, for a quantized weight in slabs that are dequantized first."""
         m, w, target = self._m, self._weight, self._wide or self._out
-        slab = w.n if w.format == "Dense" else SLAB_BYTES // (2 * w.k)
+        slab = w.n if w.format == "Dense" else slab_rows(w.k)
         for first in range(0, w.n, slab):
             n = min(slab, w.n - first)
             dense = w.data
@@ -182,6 +182,13 @@ class Linear:
             m.blas.linear(out, self._x.array, dense, rows, n, w.k, m.compute)
         if self._glu is not None:
             self._glu(step)
+
+
+def slab_rows(k: int) -> int:
+    """Rows of k weights that are dequantized at a time: if possible as many as make cuBLAS begin at 128 bytes of the
+    result, since it has slower kernels for what is not aligned."""
+    rows = SLAB_BYTES // (2 * k)
+    return rows - rows % 64 or rows
 
 
 class AddBias:
