@@ -27,10 +27,10 @@ class Views:
     """requests: all live ones by id. step: the one that is planned."""
 
     def __init__(self, requests: Mapping[str, Request], waiting: Waiting, cache: Cache, step: int) -> None:
-        self.requests = requests
-        self.waiting = waiting
-        self.cache = cache
-        self.step = step
+        self._requests = requests
+        self._lines = waiting
+        self._cache = cache
+        self._step = step
 
     def ask(
         self, policy: PlanFunction, running: Collection[Request], prompts: Iterable[Request], limits: Limits
@@ -39,29 +39,29 @@ class Views:
 
         prompts: those of `running` that are read now.
         """
-        views, free = self.running(running), self.cache.blocks.available
-        if not self.waiting.anybody:
-            return policy(self.step, views, (), free, limits)
-        frontier = self.frontier(prompts)
-        window = self.window(frontier, max(0, limits.max_seqs - len(running)))
+        views, free = self._running(running), self._cache.blocks.available
+        if not self._lines.anybody:
+            return policy(self._step, views, (), free, limits)
+        frontier = self._frontier(prompts)
+        window = self._window(frontier, max(0, limits.max_seqs - len(running)))
         while True:
-            plan = policy(self.step, views, window, free, limits)
+            plan = policy(self._step, views, window, free, limits)
             chosen = set(plan.admitted)
-            admitted = [self.requests[view.id] for view in window if view.id in chosen]
-            rivals = self.rivals(admitted, frontier)
+            admitted = [self._requests[view.id] for view in window if view.id in chosen]
+            rivals = self._rivals(admitted, frontier)
             if not rivals:
                 break
             window = [view._replace(blocked=True) if view.id in rivals else view for view in window]
         waits = Counter(plan.waits)
-        waits["queue"] += self.waiting.in_line.total() - len(window)
-        waits["group"] += self.waiting.beside.total() - (len(plan.admitted) - len(admitted))
+        waits["queue"] += self._lines.in_line.total() - len(window)
+        waits["group"] += self._lines.beside.total() - (len(plan.admitted) - len(admitted))
         return replace(plan, waits=dict(+waits))
 
-    def running(self, requests: Iterable[Request]) -> list[View]:
-        owned = self.cache.blocks.owned
+    def _running(self, requests: Iterable[Request]) -> list[View]:
+        owned = self._cache.blocks.owned
         return [self._view(r, r.computed, len(r.blocks), own_blocks=owned(r.blocks)) for r in requests]
 
-    def window(self, frontier: Frontier, free_seats: int) -> list[View]:
+    def _window(self, frontier: Frontier, free_seats: int) -> list[View]:
         """The first of each line: as many as could be admitted, a few to pass them, and some of those who are blocked.
 
         So a long queue costs a step no more than a short one.
@@ -69,7 +69,7 @@ class Views:
         views: list[View] = []
         for pool in POOLS:
             most = WINDOW + free_seats
-            for request in islice(self.waiting.line(pool), 4 * most):
+            for request in islice(self._lines.line(pool), 4 * most):
                 view = self._waiting(request, frontier)
                 views.append(view)
                 most -= not view.blocked
@@ -77,18 +77,18 @@ class Views:
                     break
         return views
 
-    def frontier(self, prompts: Iterable[Request]) -> Frontier:
+    def _frontier(self, prompts: Iterable[Request]) -> Frontier:
         """Blocks that these running prompts are about to fill."""
         keys: Frontier = {}
         for request in prompts:
-            self._claim(keys, request, request.computed // self.cache.block_size)
+            self._claim(keys, request, request.computed // self._cache.block_size)
         return keys
 
-    def rivals(self, admitted: Iterable[Request], frontier: Frontier) -> set[str]:
+    def _rivals(self, admitted: Iterable[Request], frontier: Frontier) -> set[str]:
         """Who of the admitted would compute the same block as another one: all but the first of each."""
         keys, rivals = dict(frontier), set()
         for request in admitted:
-            hit = self.cache.hit_blocks(request)
+            hit = self._cache.hit_blocks(request)
             if not unscored(request) and self._is_claimed(keys, request, hit):
                 rivals.add(request.id)
             else:
@@ -96,20 +96,20 @@ class Views:
         return rivals
 
     def _claim(self, keys: Frontier, request: Request, blocks: int) -> None:
-        key = self.cache.next_key(request, blocks)
+        key = self._cache.next_key(request, blocks)
         if key is not None:
             keys[key] = min(_turn(request), keys.get(key, _turn(request)))
 
     def _is_claimed(self, keys: Frontier, request: Request, blocks: int) -> bool:
         """By somebody who goes first anyway: nobody waits for who stands behind it."""
-        key = self.cache.next_key(request, blocks)
+        key = self._cache.next_key(request, blocks)
         return key is not None and key in keys and keys[key] < _turn(request)
 
     def _waiting(self, request: Request, frontier: Frontier) -> View:
-        hit = self.cache.hit_blocks(request)
-        free_hits = self.cache.unheld(request, hit)
+        hit = self._cache.hit_blocks(request)
+        free_hits = self._cache.unheld(request, hit)
         blocked = not unscored(request) and self._is_claimed(frontier, request, hit)
-        return self._view(request, hit * self.cache.block_size, hit, free_hits=free_hits, blocked=blocked)
+        return self._view(request, hit * self._cache.block_size, hit, free_hits=free_hits, blocked=blocked)
 
     def _view(
         self,
@@ -129,13 +129,13 @@ class Views:
             request.pool,
             request.priority,
             request.arrival,
-            self.step - request.since,
+            self._step - request.since,
             request.preemptions,
             request.limit,
             request.skips,
             free_hits,
             blocked,
-            self.waiting.followers(request),
+            self._lines.followers(request),
             (request.scored, request.prompt_len - 1) if unscored(request) else (0, 0),
         )
 
