@@ -6,7 +6,6 @@ It must not know prompts: the room that a prompt leaves is cut later, by `fit`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -39,7 +38,7 @@ class Rules:
 def chat_params(body: ChatBody, rules: Rules) -> SamplingParams:
     if body.asked_tokens == 0:
         raise _refused(body.tokens_field, "must be at least 1")
-    if body.top_logprobs is not None:
+    if body.top_logprobs:
         if not body.logprobs:
             raise _refused("top_logprobs", "needs logprobs to be true")
         _within("top_logprobs", body.top_logprobs, 0, rules.limits.max_logprobs)
@@ -144,8 +143,7 @@ def _penalties(body: GenerationBody, rules: Rules) -> tuple[float, float, float]
     repetition = _first(body.repetition_penalty, rules.defaults.repetition_penalty, 1.0)
     _within("presence_penalty", body.presence_penalty, -2.0, 2.0)
     _within("frequency_penalty", body.frequency_penalty, -2.0, 2.0)
-    if not 0.0 < repetition < math.inf:
-        raise _refused("repetition_penalty", "must be positive")
+    _within("repetition_penalty", repetition, 0.001, 1000.0)  # far from where logits leave float32
     return body.presence_penalty, body.frequency_penalty, repetition
 
 

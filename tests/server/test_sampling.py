@@ -73,6 +73,7 @@ def test_zero_and_negative_lengths() -> None:
         ("presence_penalty", 2.5),
         ("frequency_penalty", -2.5),
         ("repetition_penalty", 0),
+        ("repetition_penalty", 1e-38),  # logits by it are beyond float32
         ("seed", 2**63),
         ("seed", -(2**63) - 1),
         ("n", 0),
@@ -163,6 +164,7 @@ def test_logprobs_of_both_endpoints() -> None:
     assert chat(logprobs=True, top_logprobs=20).logprobs == 20
     assert refused(chat, logprobs=True, top_logprobs=21).param == "top_logprobs"
     assert refused(chat, top_logprobs=3).param == "top_logprobs"
+    assert chat(logprobs=False, top_logprobs=0).logprobs is None
 
 
 def test_the_models_own_defaults_stand_under_the_request() -> None:
