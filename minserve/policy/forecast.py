@@ -15,31 +15,13 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from minserve.policy.limits import Limits
 from minserve.policy.order import RANK
-from minserve.policy.step_cost import learn, prompt_token_cost
+from minserve.policy.step_cost import StepCost
 from minserve.request import FinishReason, Pool, Request, Usage
 
 _WINDOW = 20_000  # tokens after which what was counted so far weighs half
-
-
-@dataclass(slots=True)
-class StepCost:
-    """What a step takes, in seconds. quantum: fewer prompt tokens than these say nothing of what one costs."""
-
-    quantum: int
-    base: float = 0.0
-    per_token: float = 0.0
-
-    def observe(self, decode_tokens: int, prefill_tokens: int, seconds: float) -> None:
-        """Learn from one finished step."""
-        if prefill_tokens == 0:
-            self.base = learn(self.base, seconds)
-        elif prefill_tokens >= self.quantum:
-            base = self.base if decode_tokens else 0.0
-            self.per_token = learn(self.per_token, prompt_token_cost(seconds, base, prefill_tokens))
 
 
 class Forecast:

@@ -61,3 +61,23 @@ class DecodeCost:
 
     def predict(self, count: int) -> float:
         return max(0.0, self.seconds + self.slope * (count - self.count))
+
+
+@dataclass(slots=True)
+class StepCost:
+    """Seconds of a mean step: a base and something for each prompt token in it.
+
+    quantum: fewer prompt tokens than these say nothing of what one costs.
+    """
+
+    quantum: int
+    base: float = 0.0
+    per_token: float = 0.0
+
+    def observe(self, decode_tokens: int, prefill_tokens: int, seconds: float) -> None:
+        """Learn from one finished step."""
+        if prefill_tokens == 0:
+            self.base = learn(self.base, seconds)
+        elif prefill_tokens >= self.quantum:
+            base = self.base if decode_tokens else 0.0
+            self.per_token = learn(self.per_token, prompt_token_cost(seconds, base, prefill_tokens))
