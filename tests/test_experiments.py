@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import json
 import os
 import subprocess
 import sys
 import types
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,25 @@ def experiment(name: str, *arguments: str) -> tuple[int, dict[str, Any], str]:
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=environment, check=False)
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout), done.stderr
+
+
+def names_from_minserve(source: str) -> list[tuple[str, str]]:
+    """(module, name) of each name that a script imports from here."""
+    imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
+    ours = [node for node in imports if (node.module or "").partition(".")[0] == "minserve"]
+    return [(node.module or "", alias.name) for node in ours for alias in node.names]
+
+
+def scripts() -> list[Path]:
+    """Those in Python, which a type checker can't find: most have no ending."""
+    files = [path for path in (ROOT / "scripts").rglob("*") if path.is_file() and path.suffix in ("", ".py")]
+    return [path for path in files if "python" in path.read_text(encoding="utf-8").partition("\n")[0] or path.suffix]
+
+
+@pytest.mark.parametrize("script", [pytest.param(path, id=path.name) for path in scripts()])
+def test_what_a_script_imports_exists(script: Path) -> None:
+    for module, name in names_from_minserve(script.read_text(encoding="utf-8")):
+        assert hasattr(importlib.import_module(module), name) or find_spec(f"{module}.{name}"), f"{module}: {name}"
 
 
 @pytest.mark.slow
