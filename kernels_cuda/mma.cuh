@@ -16,14 +16,14 @@ __device__ __forceinline__ void cp_async_16(void* shared, const void* global) {
   simt::access(shared, 16, simt::kCopy);
   simt::self->copies.push_back({shared, global, simt::self->copy_group});
 #else
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((u32)__cvta_generic_to_shared(shared)), "l"(global));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((u32)__cvta_generic_to_shared(shared)), "l"(global) : "memory");
 #endif
 }
 __device__ __forceinline__ void cp_async_commit() {
 #ifdef __SIMT__
   ++simt::self->copy_group;
 #else
-  asm volatile("cp.async.commit_group;");
+  asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
 // Wait until at most kPending of the committed groups are still under way.
@@ -37,7 +37,7 @@ template <int kPending> __device__ __forceinline__ void cp_async_wait() {
   }
   copies.erase(copies.begin(), copies.begin() + done);
 #else
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending));
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 #endif
 }
 
@@ -61,10 +61,10 @@ __device__ __forceinline__ void ldmatrix_x4(u32 (&r)[4], const void* shared_row)
   const u32 address = (u32)__cvta_generic_to_shared(shared_row);
   if (kTranspose)
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
   else
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
 #endif
 }
 

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from minserve.backend.cuda_backend.kernels import flatten
 from tests.simt import kernel_readme, nvrtc
 from tests.simt.instances import INSTANCES
 from tests.simt.nvrtc import ARCHITECTURES, Architecture, Usage, compile_file, occupancy
@@ -41,6 +42,14 @@ def test_errors_come_with_the_compilers_words(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(nvrtc, "flatten", lambda name: "__global__ void f() { not_a_thing; }")
     with pytest.raises(RuntimeError, match=r"(?s)sm_90.*not_a_thing"):
         compile_file("nothing", ["f"], "sm_90")
+
+
+def test_instructions_that_touch_memory_say_so() -> None:
+    """Else the compiler may move loads and stores of C++ across them: PTX's operands name addresses, not memory."""
+    statements = re.findall(r"asm volatile\((.*?)\);", flatten("mma.cuh"), re.S)
+    touching = [statement for statement in statements if re.search("cp.async|ldmatrix", statement)]
+    assert len(touching) == 5
+    assert all(statement.endswith('"memory"') for statement in touching)
 
 
 def test_occupancy() -> None:
