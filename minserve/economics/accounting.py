@@ -19,24 +19,23 @@ from minserve.config import Config
 from minserve.economics.alerts import Alerts, Send
 from minserve.economics.caps import Scope
 from minserve.economics.clock import SteadyClock
+from minserve.economics.counters import Counters
 from minserve.economics.device import DeviceHours, priced
 from minserve.economics.history import reset_statement
 from minserve.economics.journal import Journal, OnRow
 from minserve.economics.keys import Identity, Keyring
 from minserve.economics.ledger import Ledger, ledger_path
-from minserve.economics.limiter import Limiter, Ticket
-from minserve.economics.loops import Repeats, Runs
-from minserve.economics.payers import Payers, check_cost
+from minserve.economics.limiter import Ticket
+from minserve.economics.loops import Repeats
+from minserve.economics.payers import check_cost
 from minserve.economics.prices import Prices
 from minserve.economics.rate_limits import rate_headers
 from minserve.economics.reconfigure import reconfigure
 from minserve.economics.reservation import Admission, Reservation
-from minserve.economics.restore import restore
 from minserve.economics.rows import REFUSED, STATIC, Row
 from minserve.economics.schema import lock_folder, lock_ledger
 from minserve.economics.server_budget import ServerBudget
 from minserve.economics.settlement import Settlement
-from minserve.economics.spend import PromptDrift
 from minserve.economics.tokens import PageTokens, server_secret
 from minserve.economics.windows import ZERO, Amount
 from minserve.file_lock import FileLock
@@ -61,23 +60,20 @@ class Accounting:
         self.clock = clock or SteadyClock(floor=ledger.last_time if ledger else 0.0)
         self.prices = priced(config.prices, ledger.database, self.clock()) if ledger else Prices.of(config.prices)
         self.ledger = ledger
-        self.limiter = Limiter()
         self.alerts = Alerts(send_alert, attempts=config.alerts.attempts)
         self.tokens = PageTokens(token_secret)
         self.keys = Keyring(config.keys, config.local, self.tokens)
         self.locks: list[FileLock] = []
-        self._runs = Runs(self.limiter, config.loops.run_idle_s)
         self._repeats = Repeats(config.loops, self.alerts)
-        self._drift = PromptDrift(self.alerts, ratio=config.alerts.drift_ratio, least=config.alerts.drift_min_requests)
-        self.payers = Payers(config, self._runs)
-        self.budget = ServerBudget(self.limiter, self.alerts)
+        self.counters = Counters(config, self.alerts)
+        self.budget = ServerBudget(self.counters.limiter, self.alerts)
         self._journal = Journal(ledger, required=config.ledger.on_failure != "serve", on_row=on_row)
         self._open: dict[int, tuple[Identity, Ticket]] = {}
         self._device = DeviceHours(ledger.execute, self.clock) if ledger else None
         self.watch_spend()
         if ledger is not None:
             now = self.clock()
-            restore(ledger.database, self.limiter, self.payers, self._runs, self._drift, now, config.loops.run_idle_s)
+            self.counters.restore(ledger.database, now)
             self.budget.restore(now)
 
     @classmethod
@@ -154,18 +150,17 @@ class Accounting:
         check_cost(identity, cost, self.prices)
         amount = Amount(1, admission.prompt_tokens + completion, cost, held=cost)
         try:
-            ticket = self.limiter.take(self.payers.of(identity, now), amount, now)
+            ticket = self.counters.take(identity, amount, now)
         except RequestError as error:
             if error.code == "server_budget_exceeded":
                 self.budget.exhausted(now)
             raise
-        self._runs.began(identity.key, identity.run, now)
         row = admission.row(self._journal.number(), now)
         row.reserved = cost
         self._open[row.seq] = identity, ticket
         reservation = Reservation(self, row, ticket, started)
         await self._commit(reservation)
-        self._drift.observe(identity.feature, admission.prompt_tokens, now)
+        self.counters.drift.observe(identity.feature, admission.prompt_tokens, now)
         return reservation
 
     async def _commit(self, reservation: Reservation) -> None:
@@ -192,7 +187,7 @@ class Accounting:
         return row
 
     def release(self, row: Row, ticket: Ticket, actual: Amount) -> None:
-        self.limiter.correct(ticket, actual)
+        self.counters.limiter.correct(ticket, actual)
         del self._open[row.seq]
 
     def refuse(self, admission: Admission, error: RequestError) -> None:
@@ -205,8 +200,7 @@ class Accounting:
         RequestError, to be passed to `refuse`, if even that is over a cap.
         """
         now, identity = self.clock(), _payer(admission)
-        self.limiter.take(self.payers.of(identity, now), Amount(1), now)
-        self._runs.began(identity.key, identity.run, now)
+        self.counters.take(identity, Amount(1), now)
         self._journal.record(admission, now, Settlement(finish=STATIC, status=200))
 
     @property
@@ -216,18 +210,14 @@ class Accounting:
 
     def headers(self, identity: Identity) -> dict[str, str]:
         """`x-ratelimit-*` for a reply to `identity`."""
-        return rate_headers(self.limiter.windows(self.payers.shown(identity)), self.clock())
+        return rate_headers(self.counters.shown(identity), self.clock())
 
     def reset(self, scope: Scope) -> bool:
         """An operator forgives: the scope's counters start again at zero, also after a restart. False if nothing is
         counted there. What a run has declared stays declared."""
-        if not self.limiter.knows(scope):
-            return False
         now = self.clock()
-        self.limiter.forget(scope)
-        if scope.kind == "run":
-            key, run = scope.name
-            self._runs.began(key, run, now)
+        if not self.counters.forget(scope, now):
+            return False
         if self.ledger is not None:
             self.ledger.execute(*reset_statement(scope, now))
         self.budget.check(now)
@@ -236,7 +226,7 @@ class Accounting:
     # -- the server's own limit
 
     def watch_spend(self) -> None:
-        self.budget.watch(self.payers.server, self.config.spend.alert_at, self.prices.currency)
+        self.budget.watch(self.counters.payers.server, self.config.spend.alert_at, self.prices.currency)
 
     @property
     def spent_share(self) -> float:

@@ -9,38 +9,32 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from msgspec.structs import replace
-
 from minserve.config import Config
-from minserve.economics.caps import Scope
+from minserve.economics.counters import Counters
 from minserve.economics.device import priced
-from minserve.economics.history import SCOPE_COLUMNS, resets
 from minserve.economics.keys import Keyring
-from minserve.economics.limiter import Limiter
-from minserve.economics.loops import Runs
 from minserve.economics.payers import Payers
 from minserve.economics.prices import Prices
 from minserve.economics.queries import reading
-from minserve.economics.restore import restore
-from minserve.economics.spend import PromptDrift
 
 if TYPE_CHECKING:
     from minserve.economics.accounting import Accounting
 
 
 async def reconfigure(books: Accounting, config: Config) -> None:
-    """Take over `keys`, `local`, `users`, `prices` and `spend`. ValueError or LedgerError, and nothing has changed.
+    """Take over `keys`, `local`, `users`, `prices` and `spend`.
 
-    Calls that run keep the account they began with; they cost at most what they reserved.
+    ValueError, LedgerError or RequestError, and nothing has changed. Calls that run keep the account they began with; they cost at most what they reserved.
     """
     prices = _prices(books, config)
     keys = Keyring(config.keys, config.local, books.tokens)
-    payers = Payers(config, books._runs)
-    if books.ledger is not None and not payers.counted <= books.payers.counted:
+    counters, payers = books.counters, Payers(config, books.counters.runs)
+    if books.ledger is not None and not payers.counted <= counters.payers.counted:
         await books.ledger.rest()
-        payers = _recount(books, config)
+        counters, payers = _recounted(books, config)
     spend_changed = config.spend != books.config.spend
-    books.config, books.prices, books.keys, books.payers = config, prices, keys, payers
+    books.config, books.prices, books.keys, books.counters = config, prices, keys, counters
+    counters.payers, books.budget.limiter = payers, counters.limiter
     if spend_changed:
         books.watch_spend()
         books.budget.check(books.clock())
@@ -53,25 +47,12 @@ def _prices(books: Accounting, config: Config) -> Prices:
         return priced(config.prices, database, books.clock())
 
 
-def _recount(books: Accounting, config: Config) -> Payers:
+def _recounted(books: Accounting, config: Config) -> tuple[Counters, Payers]:
     """New counters from the ledger and the calls that run. No await in here: nothing else may be counted meanwhile."""
     assert books.ledger is not None
     now = books.clock()
-    limiter = Limiter()
-    runs = Runs(limiter, config.loops.run_idle_s)
-    payers = Payers(config, runs)
-    drift = PromptDrift(books.alerts, ratio=config.alerts.drift_ratio, least=config.alerts.drift_min_requests)
+    counters = Counters(config, books.alerts)
     with reading(books.ledger.path) as database:
-        restore(database, limiter, payers, runs, drift, now, config.loops.run_idle_s)
-        forgiven = {Scope(kind, name): at for kind in SCOPE_COLUMNS for name, at in resets(database, kind, now).items()}
-    runs.take_over(books._runs)
-    moved = []
-    for identity, ticket in books._open.values():
-        caller = replace(identity, run_calls=None, run_cost=None)  # what it declared is known by now
-        paying = [payer for payer in payers.of(caller, now) if ticket.time > forgiven.get(payer.scope, 0.0)]
-        moved.append((ticket, limiter.place(ticket, paying)))
-    for ticket, places in moved:  # nothing fails from here on
-        ticket.places = places
-    books.limiter = books.budget.limiter = limiter
-    books._runs, books._drift = runs, drift
-    return payers
+        counters.restore(database, now)
+        counters.take_over(books.counters, books._open.values(), database, now)
+    return counters, counters.payers

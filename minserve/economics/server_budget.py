@@ -15,7 +15,7 @@ from minserve.economics.windows import Amount
 
 
 class ServerBudget:
-    """Money in billionths of the currency, `now` in Unix seconds. limiter: may be replaced, as the accounting's is."""
+    """Money in billionths of the currency, `now` in Unix seconds. limiter: may be replaced, as the counters are."""
 
     def __init__(self, limiter: Limiter, alerts: Alerts) -> None:
         self.limiter = limiter

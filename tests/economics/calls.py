@@ -38,7 +38,7 @@ def call(accounting: Accounting, identity: Identity | None = None, **fields: Any
 
 
 def counters(accounting: Accounting) -> dict[object, object]:
-    return {(scope, period): total for scope, period, total in accounting.limiter}
+    return {(scope, period): total for scope, period, total in accounting.counters.limiter}
 
 
 async def refused(accounting: Accounting, admission: Admission) -> RequestError:

@@ -85,7 +85,7 @@ def test_kill_9_during_32_running_calls_loses_and_doubles_nothing(tmp_path: Path
             assert (finish, cost) == ("stop", told["finished"][call_id]["cost"])
         elif call_id in told["finished"] and finish == "stop":
             assert cost == told["finished"][call_id]["cost"]
-    (total,) = [total for _, period, total in accounting.limiter if period.span == "hour"]
+    (total,) = [total for _, period, total in accounting.counters.limiter if period.span == "hour"]
     assert total == Amount(len(rows), sum(row[4] for row in rows), sum(row[3] for row in rows))
     ledger.database.close()
     for lock in accounting.locks:

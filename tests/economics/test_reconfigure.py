@@ -94,10 +94,10 @@ async def test_counters_after_a_change_are_those_after_a_restart(tmp_path: Path)
     for secret in "aabbb":
         (await reserve(accounting, secret)).settle(DONE)
     await accounting.reconfigure(after)
-    changed = {(scope, period): amount for scope, period, amount in accounting.limiter}
+    changed = {(scope, period): amount for scope, period, amount in accounting.counters.limiter}
     await accounting.close()
     restarted = Accounting.open(after, tmp_path)
-    assert {(scope, period): amount for scope, period, amount in restarted.limiter} == changed
+    assert {(scope, period): amount for scope, period, amount in restarted.counters.limiter} == changed
     assert len(changed) >= 5
     await restarted.close()
 
@@ -134,7 +134,7 @@ async def test_many_changes_while_calls_come_and_go_lose_nothing(tmp_path: Path)
             await asyncio.sleep(0.005)
 
     await asyncio.gather(operator(), *(caller() for _ in range(8)))
-    assert [(amount.requests, amount.tokens) for _, _, amount in accounting.limiter] == [(80, 640)]
+    assert [(amount.requests, amount.tokens) for _, _, amount in accounting.counters.limiter] == [(80, 640)]
     await accounting.close()
 
 

@@ -42,7 +42,7 @@ async def test_calls_after_a_reset_count_though_the_clock_was_set_back(tmp_path:
         ledger = Ledger(tmp_path / "ledger.db")
         clock = SteadyClock(now, floor=ledger.last_time)
         accounting = Accounting(local(limits=day(requests=9)), ledger=ledger, clock=clock)
-        used.append(accounting.limiter.used(key, Period("day"), clock()).requests)
+        used.append(accounting.counters.limiter.used(key, Period("day"), clock()).requests)
         (await accounting.reserve(call(accounting))).settle(DONE)
         if reset:
             wall += 30.0

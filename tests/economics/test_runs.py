@@ -107,7 +107,9 @@ async def test_a_reload_while_runs_go_on_loses_no_reservation(tmp_path: Path) ->
     await books.books.reconfigure(Config(local=AccountConfig(limits=more)))
     for reservation in running:
         reservation.settle(DONE)
-    day = next(total for scope, period, total in books.books.limiter if scope.kind == "key" and "day" in str(period))
+    day = next(
+        total for scope, period, total in books.books.counters.limiter if scope.kind == "key" and "day" in str(period)
+    )
     assert (day.requests, day.tokens) == (4, 40)
     books.now += 61
     assert await books.call(X_Run_Max_Calls="6") == "run_budget_changed"

@@ -130,7 +130,7 @@ def check(accounting: Accounting, world: World) -> None:
             expected = ZERO
             for entry in world.holds(scope, limit.period, now):
                 expected = expected.plus(entry.amount)
-            assert accounting.limiter.used(scope, limit.period, now) == expected, (scope, limit.period)
+            assert accounting.counters.limiter.used(scope, limit.period, now) == expected, (scope, limit.period)
             assert limit.surplus(expected) == ZERO, (scope, limit.period)
     settled = [e for e in world.holds(Scope("server"), Period("hour", rolling=True), now) if e.reservation is None]
     assert accounting.spent_share == sum(entry.amount.cost for entry in settled) / SPEND
