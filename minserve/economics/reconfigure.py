@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 async def reconfigure(books: Accounting, config: Config) -> None:
     """Take over `keys`, `local`, `users`, `prices` and `spend`.
 
-    ValueError, LedgerError or RequestError, and nothing has changed. Calls that run keep the account they began with; they cost at most what they reserved.
+    ValueError, LedgerError or RequestError, and nothing has changed. Calls that run keep the account they began with;
+    they cost at most what they reserved.
     """
     prices = _prices(books, config)
     keys = Keyring(config.keys, config.local, books.tokens)
