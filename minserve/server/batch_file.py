@@ -79,6 +79,9 @@ def run(config: Config, batch: Batch, *, progress: LineProgress, say: Say) -> in
 
 
 async def _run(config: Config, batch: Batch, progress: LineProgress, say: Say) -> Status:
+    for path in (batch.source, batch.target):
+        if path.exists() and not path.is_file():
+            raise BatchError(f"{path} is no regular file: what a batch reads, it reads again when it goes on")
     if batch.target.exists() and batch.source.exists() and batch.target.samefile(batch.source):
         raise BatchError(f"{batch.target} is the input file too; results need a file of their own")
     asked = scan(batch.source, config.limits.max_body_bytes)

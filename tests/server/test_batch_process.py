@@ -31,6 +31,19 @@ def test_results_that_can_not_be_written_are_said_before_the_model_is_loaded(
     assert lines == ["1 lines, 0 of them done before"]
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="no named pipes in folders there")
+@pytest.mark.parametrize("name", ["in.jsonl", "out.jsonl"])
+def test_pipes_are_refused_since_they_are_read_only_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    write(tmp_path / "in.jsonl", line("a"))
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    batch = Batch(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+    assert run(Config(), batch, progress=lambda *_: None, say=lambda _: None) == Status.UNUSABLE
+    assert f"{name} is no regular file" in capsys.readouterr().err
+
+
 async def test_a_run_that_is_complete_says_how_many_lines_have_an_error(tmp_path: Path) -> None:
     source = write(tmp_path / "in.jsonl", line("a"), line("b"), "no JSON")
     results = Results(tmp_path / "out.jsonl")
