@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from typing import Any
 
 from minserve.batch import StepResult
 from minserve.step import Step
+from minserve.threads import fail, succeed
 
 
 class Worker:
@@ -46,25 +46,11 @@ class Worker:
             if job is None:
                 return
             step, future = job
-            loop = future.get_loop()
             try:
                 result = self._run(step)
-            except BaseException as error:  # whatever it is, the loop must hear of it
-                _call(loop, _set_exception, future, error)
+            except Exception as error:
+                fail(future, error)
+            except BaseException as error:  # whatever it is, the loop must hear of it, and not end by it
+                fail(future, RuntimeError(repr(error)))
             else:
-                _call(loop, _set_result, future, result)
-
-
-def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: Any) -> None:
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(function, *args)
-
-
-def _set_result(future: asyncio.Future[StepResult], result: StepResult) -> None:
-    if not future.done():
-        future.set_result(result)
-
-
-def _set_exception(future: asyncio.Future[StepResult], error: BaseException) -> None:
-    if not future.done():
-        future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+                succeed(future, result)

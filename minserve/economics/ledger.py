@@ -28,6 +28,7 @@ from minserve.config import LedgerConfig
 from minserve.economics.retention import Retention
 from minserve.economics.rows import COLUMNS, INTERRUPTED, OPEN, REFUSED, Row
 from minserve.economics.schema import MIGRATIONS, LedgerError, open_database
+from minserve.threads import call_threadsafe
 
 log = logging.getLogger("minserve.ledger")
 
@@ -219,8 +220,7 @@ class Ledger:
                 error = self._write(batches)
                 if error is None:
                     self._retention.clean()
-                if not loop.is_closed():
-                    loop.call_soon_threadsafe(self._done, batches, error)
+                call_threadsafe(loop, self._done, batches, error)
 
     def _write(self, batches: Sequence[_Batch]) -> LedgerError | None:
         rows = [msgspec.structs.astuple(row) for batch in batches for row in batch.rows.values()]

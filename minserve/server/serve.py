@@ -27,11 +27,12 @@ from minserve.request import Pool
 from minserve.server.app import create_app
 from minserve.server.reload import Reread, reload_on
 from minserve.server.services import ServedModel, Services
-from minserve.server.signals import call_threadsafe, install_signals
+from minserve.server.signals import install_signals
 from minserve.server.site import PortInUse, Site, address_of, bind, loading_app
 from minserve.server.telemetry import Telemetry
 from minserve.server.webhook import Webhook
 from minserve.settings import data_dir
+from minserve.threads import call_threadsafe, fail, succeed
 from minserve.weights.cache import DownloadError
 
 log = logging.getLogger("minserve.server")
@@ -140,9 +141,9 @@ async def load(
         try:
             assembly = assemble(config, observers=observers, progress=tell, fetch=fetch)
         except BaseException as error:
-            call_threadsafe(loop, _fail, loaded, error)
+            fail(loaded, error)
         else:
-            call_threadsafe(loop, _succeed, loaded, assembly)
+            succeed(loaded, assembly)
 
     # A daemon: a signal while loading ends the process without waiting for the thread.
     threading.Thread(target=work, name="minserve-load", daemon=True).start()
@@ -197,13 +198,3 @@ def say_ready(config: Config, address: str, say: Say) -> None:
     say(f"API      {address}/v1")
     for line in doubtful(config):
         say(f"Warning  {line}")
-
-
-def _succeed(future: asyncio.Future[Assembly], assembly: Assembly) -> None:
-    if not future.done():
-        future.set_result(assembly)
-
-
-def _fail(future: asyncio.Future[Assembly], error: BaseException) -> None:
-    if not future.done():
-        future.set_exception(error)

@@ -6,10 +6,11 @@ Owns the handlers of signals. It must not know what ends, nor what is read.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 from collections.abc import Callable, Sequence
+
+from minserve.threads import call_threadsafe
 
 _INTERRUPTED = 130  # what shells show for a process that a second Ctrl-C ended
 
@@ -52,9 +53,3 @@ def install_signals(
 
 def _at_terminal() -> bool:
     return any(os.isatty(number) for number in (0, 1, 2))
-
-
-def call_threadsafe(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: object) -> None:
-    """Call it on the loop, from a thread or a signal's handler."""
-    with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
-        loop.call_soon_threadsafe(function, *args)
