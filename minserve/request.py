@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 
 class Pool(StrEnum):
@@ -202,6 +202,9 @@ class Chunk:
     forks: tuple[str, ...] = ()
 
 
+WaitReason = Literal["seats", "blocks", "step_budget", "rows", "pool_share", "paused", "prefix", "group", "queue"]
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """What one step will do. Pure data: planning changes no state.
@@ -220,7 +223,7 @@ class StepPlan:
     preempted: tuple[str, ...] = ()
     exhausted: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
-    waits: Mapping[str, int] = field(default_factory=lambda: _NOTHING)
+    waits: Mapping[WaitReason, int] = field(default_factory=lambda: _NOTHING)
 
     @property
     def tokens(self) -> int:
@@ -324,7 +327,7 @@ class StepRecord:
     prefill_tokens: int
     running: Mapping[Pool, int]
     waiting: Mapping[Pool, int]
-    waits: Mapping[str, int]
+    waits: Mapping[WaitReason, int]
     preempted: int
     blocks_total: int
     blocks_free: int

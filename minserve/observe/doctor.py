@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from minserve.observe.numbers import PoolNumbers, Snapshot
-from minserve.request import Pool
+from minserve.request import Pool, WaitReason
 
 Weight = Literal["good", "note", "problem"]
 
@@ -38,7 +38,7 @@ class Surroundings:
     blocks_total: int
     blocks_available: int
     waiting: Mapping[Pool, int]
-    waits: Mapping[str, int]
+    waits: Mapping[WaitReason, int]
     connections: int = 0
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from minserve.request import Pool
+from minserve.request import Pool, WaitReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Gauges:
     blocks_total: int
     blocks_available: int
     blocks_cached: int = 0
-    waits: Mapping[str, int] = field(default_factory=dict)
+    waits: Mapping[WaitReason, int] = field(default_factory=dict)
     extra: Mapping[str, tuple[str, float]] = field(default_factory=dict)
 
 

@@ -12,9 +12,9 @@ from minserve.policy.budget import Budget
 from minserve.policy.order import MAX_SKIPS, POOLS, RANK, Lines, starving
 from minserve.policy.room import Room
 from minserve.policy.rows import Rows
-from minserve.request import Pool, View
+from minserve.request import Pool, View, WaitReason
 
-STUCK = ("blocks", "pool_share")  # reasons to wait that smaller requests may not share
+STUCK: tuple[WaitReason, ...] = ("blocks", "pool_share")  # reasons to wait that smaller requests may not share
 
 
 class Queue:
@@ -24,11 +24,11 @@ class Queue:
         """lines: who may come in."""
         self.admitted: list[str] = []
         self._lines, self._room, self._budget, self._rows = lines, room, budget, rows
-        self._refused: dict[str, str] = {}  # id -> why
+        self._refused: dict[str, WaitReason] = {}  # id -> why
         self._closed = self._closed_above()
 
     @property
-    def waits(self) -> Counter[str]:
+    def waits(self) -> Counter[WaitReason]:
         """Why requests still wait."""
         return Counter(self._refused.values())
 
@@ -50,16 +50,16 @@ class Queue:
             self._closed.update({pool: reason for pool in POOLS if RANK[pool] >= RANK[view.pool]})
         return False
 
-    def _refusal(self, view: View) -> str | None:
+    def _refusal(self, view: View) -> WaitReason | None:
         if self._budget.left(view.pool) <= 0:
             return "step_budget"
         if self._rows.refuses(view):
             return "rows"
         return self._room.refusal(view)
 
-    def _closed_above(self) -> dict[Pool, str]:
+    def _closed_above(self) -> dict[Pool, WaitReason]:
         """Pools that admit nobody because a lower one, with nothing running, was overtaken too often."""
-        closed: dict[Pool, str] = {}
+        closed: dict[Pool, WaitReason] = {}
         for pool, views in self._lines.items():
             if views and starving(views[0]) and not self._room.seats[pool]:
                 closed.update({above: "pool_share" for above in POOLS if RANK[above] < RANK[pool]})

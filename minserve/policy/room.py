@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from minserve.policy.limits import Limits
 from minserve.policy.order import MAX_PREEMPTIONS, POOLS, RANK, order, starving
 from minserve.policy.part import Part
-from minserve.request import Pool, View
+from minserve.request import Pool, View, WaitReason
 
 
 class Room:
@@ -55,7 +55,7 @@ class Room:
 
     # -- waiting requests come in
 
-    def refusal(self, view: View) -> str | None:
+    def refusal(self, view: View) -> WaitReason | None:
         """Why this request can't start now, or None: then there is room, made by preempting lower pools if need be."""
         if view.blocked:
             return "prefix"

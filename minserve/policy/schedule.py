@@ -36,7 +36,7 @@ from minserve.policy.queue import Queue
 from minserve.policy.room import Room
 from minserve.policy.rows import Rows
 from minserve.policy.steady import steady
-from minserve.request import Pool, StepPlan, View
+from minserve.request import Pool, StepPlan, View, WaitReason
 
 PlanFunction = Callable[[int, Sequence[View], Sequence[View], int, Limits], StepPlan]
 
@@ -191,7 +191,7 @@ class _Planner:
             preempted=tuple(self.room.preempted),
             exhausted=tuple(self.exhausted),
             skipped=tuple(view.id for view in self._skipped()),
-            waits=self.queue.waits + Counter(paused=self.paused),
+            waits=self.queue.waits + Counter[WaitReason]({"paused": self.paused}),
         )
 
     def _skipped(self) -> list[View]:
