@@ -123,10 +123,21 @@ class ndarray:
         self._written.fill(1)
 
     def set(self, arr: npt.NDArray[Any], stream: Stream | None = None) -> None:
-        """From host memory, asynchronously as from pinned memory: `arr` must not change until the copy has run."""
+        """From host memory, asynchronously as from pinned memory: `arr` must not change until the copy has run.
+
+        Nor be freed, which CuPy doesn't prevent: a driver that can read pageable memory makes no copy of it first.
+        """
         if not isinstance(arr, np.ndarray) or arr.dtype != self.dtype or arr.shape != self.shape:
             raise TypeError(f"set() needs a NumPy array {self.dtype}{self.shape}")
-        submit(lambda: self._write(arr), stream, (self,), "set")
+        owner = arr.base if isinstance(arr.base, np.ndarray) else arr
+        alive, where = weakref.ref(owner), types.SimpleNamespace(__array_interface__=arr.__array_interface__)
+
+        def copy() -> None:
+            if alive() is None:
+                raise KernelError("the host array of a copy to the device was freed before the copy has run")
+            self._write(np.asarray(where))
+
+        submit(copy, stream, (self,), "set")
 
     def get(
         self, stream: Stream | None = None, *, out: npt.NDArray[Any] | None = None, blocking: bool = True
@@ -159,8 +170,9 @@ def zeros(shape: int | Sequence[int], dtype: npt.DTypeLike = np.float32) -> ndar
 
 
 def asarray(host: npt.NDArray[Any]) -> ndarray:
-    out = ndarray(host.shape, host.dtype)
-    out.set(host.copy())
+    out, pinned = ndarray(host.shape, host.dtype), host.copy()
+    out.set(pinned)
+    submit(lambda: None, None, (pinned,), "asarray")  # it lives until the copy has run
     return out
 
 

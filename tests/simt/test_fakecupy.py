@@ -43,6 +43,13 @@ class TestTiming:
         host[0] = 2
         assert device.get(stream)[0] == 2
 
+    def test_a_host_buffer_freed_too_early_is_an_error(self) -> None:
+        device, host = cp.empty((2, 2), np.int32), np.array([[1, 2], [3, 4]], np.int32)
+        device[0].set(host[0])
+        device[1].set(host[1] + 1)
+        with pytest.raises(KernelError, match="freed before the copy has run"):
+            device.get()
+
     def test_a_result_that_nobody_waited_for_is_not_there(self) -> None:
         device, out = cp.asarray(np.array([1], np.int32)), np.zeros(1, np.int32)
         device.get(out=out, blocking=False)
@@ -75,7 +82,8 @@ class TestMemoryThatNobodyWrote:
     def test_a_kernel_cannot_read_it_and_the_host_gets_nonsense(self) -> None:
         array = cp.empty((3, 4), np.int32)
         array[1, 1:].fill(5)
-        array[:, 0].set(np.arange(3, dtype=np.int32))
+        numbers = np.arange(3, dtype=np.int32)
+        array[:, 0].set(numbers)
         assert array.get().tolist() == [[0, -1, -1, -1], [1, 5, 5, 5], [2, -1, -1, -1]]
         add_one(array[1])
         assert array[1].get().tolist() == [2, 6, 6, 6]
@@ -121,7 +129,8 @@ class TestGraphs:
             add_one(array)
             graph = stream.end_capture()
             assert array.get().tolist() == [0, 0]  # recorded, not run
-            array.set(np.array([5, 6], np.int32))
+            numbers = np.array([5, 6], np.int32)
+            array.set(numbers)
             graph.launch(stream)
             graph.launch(stream)
             assert array.get().tolist() == [7, 8]

@@ -89,6 +89,18 @@ class TestSteps:
         copied = built.logits(make_batch([Part(20, [5], [0, 9])], copies=[(1, 9)]))
         assert (copied == whole).all()
 
+    def test_places_in_a_cache_of_more_numbers_than_32_bits_count(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A request in its last blocks gets what it gets in the first: in prompts, decodes and copies."""
+        monkeypatch.setattr(fakecupy, "TOTAL_MEMORY", 1 << 40)
+        blocks = 2**32 // (2 * 2 * 16 * 16) + 8  # two heads of 16 numbers, 16 tokens
+        built, found = program(limits=replace(LIMITS, num_blocks=blocks)), []
+        for first in (0, blocks - 3):
+            whole = built.logits(make_batch([Part(0, IDS[:20], [first, first + 1])]))
+            alone = built.logits(make_batch([Part(20, [IDS[20]], [first, first + 1])]))
+            copied = make_batch([Part(20, [IDS[20]], [first, first + 2])], copies=[(first + 1, first + 2)])
+            found.append((whole, alone, built.logits(copied)))
+        assert all((low == high).all() for low, high in zip(*found, strict=True))
+
     @pytest.mark.parametrize("graphs", [True, False])
     def test_a_step_is_over_before_the_next_one_overwrites_its_inputs(
         self, graphs: bool, monkeypatch: pytest.MonkeyPatch

@@ -113,7 +113,7 @@ def fits_float16(tensor: HostTensor) -> bool:
     return float(np.abs(factors).max(initial=0)) * largest <= FLOAT16_MAX  # False for a NaN
 
 
-Upload = Callable[[Matrix, int, HostTensor], None]
+Upload = Callable[[Matrix, int, HostTensor], None]  # is over when it returns
 
 
 class Uploader:
@@ -148,12 +148,12 @@ class Uploader:
                 slab = tensor.slice_rows(start, min(start + step, tensor.rows))
                 upload(target, first + start, slab)
             first += tensor.rows
-        self._cp.cuda.get_current_stream().synchronize()
 
     def _dense(self, matrix: Matrix, first: int, tensor: HostTensor) -> None:
         numbers = to_compute_type(tensor, self.compute)
         rows = matrix.data[first : first + tensor.rows]
         rows.set(np.ascontiguousarray(numbers).view(np.uint8).reshape(tensor.rows, -1))
+        self._cp.cuda.get_current_stream().synchronize()  # `numbers` is dropped, and the copy may read it until then
 
     def _repack(self, matrix: Matrix, first: int, tensor: HostTensor) -> None:
         kernel = self._kernels.get("repack", "repack", tensor.encoding.value, matrix.format)
