@@ -7,15 +7,19 @@ import importlib
 import sys
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from minserve.backend import cuda_backend
 from minserve.backend.base import BackendError
 from minserve.backend.cuda_backend import availability, blas, device, kernels
+from minserve.backend.cuda_backend.backend import CudaBackend
 from minserve.backend.cuda_backend.blas import Blas, Output
 from minserve.backend.cuda_backend.kernels import Kernels, flatten
 from minserve.config import EngineConfig, ModelConfig
+from tests.simt import fakecupy
+from tests.simt.fakeblas import FakeBlas
 
 
 class CUDARuntimeError(RuntimeError):
@@ -177,6 +181,37 @@ class TestAvailability:
     def test_requantizing_is_the_cpus_business(self) -> None:
         with pytest.raises(BackendError, match="quantize = 'q8' needs the numba backend"):
             cuda_backend.create(EngineConfig(), ModelConfig(quantize="q8"))
+
+
+class TestCreate:
+    """The first work on a GPU that looked as if it could be used."""
+
+    @pytest.fixture(autouse=True)
+    def emulated(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(device, "import_cupy", lambda: fakecupy)
+        monkeypatch.setattr(device, "check_device", lambda _: None)
+        monkeypatch.setattr(device, "cuda_major", lambda _: 12)
+        monkeypatch.setattr(blas, "load_library", lambda _: FakeBlas())
+
+    def test_it_works(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(CudaBackend, "peaks", lambda _: None)
+        backend = cuda_backend.create(EngineConfig(block_size=32), ModelConfig())
+        assert (backend.name, backend.block_size) == ("cuda", 32)
+
+    @pytest.mark.parametrize(
+        ("error", "sentence"),
+        [
+            (
+                fakecupy.CUDARuntimeError("cudaErrorECCUncorrectable: memory"),
+                r"The GPU can't be used \(cudaErrorECC.*\):",
+            ),
+            (fakecupy.OutOfMemoryError("Out of memory allocating 5 bytes"), r"GPU memory is full: .* Stop what else"),
+        ],
+    )
+    def test_it_fails(self, error: Exception, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(CudaBackend, "peaks", Mock(side_effect=error))
+        with pytest.raises(BackendError, match=sentence):
+            cuda_backend.create(EngineConfig(), ModelConfig())
 
 
 class TestSources:

@@ -30,7 +30,7 @@ def create(
     from minserve.backend.base import BackendError
     from minserve.backend.cuda_backend.backend import CudaBackend
     from minserve.backend.cuda_backend.blas import load_library
-    from minserve.backend.cuda_backend.device import check_device, cuda_major, enough_memory, import_cupy
+    from minserve.backend.cuda_backend.device import check_device, cuda_major, enough_memory, import_cupy, unusable
 
     if model.quantize != "none":
         raise BackendError(
@@ -39,7 +39,10 @@ def create(
     cp = import_cupy()
     check_device(cp)
     library = load_library(cuda_major(cp))
-    with enough_memory(cp, "Stop what else uses it."):
-        backend = CudaBackend(cp, library, block_size=engine.block_size, progress=progress)
-        backend.peaks()  # measured while memory is free
+    try:
+        with enough_memory(cp, "Stop what else uses it."):
+            backend = CudaBackend(cp, library, block_size=engine.block_size, progress=progress)
+            backend.peaks()  # measured while memory is free
+    except RuntimeError as error:  # CUDA's own errors, when the first work fails
+        raise BackendError(unusable(error)) from error
     return backend

@@ -95,6 +95,10 @@ def _no_device(cp: Any, error: Exception) -> str:
         )
     if "cudaErrorNoDevice" in str(error):
         return NO_GPU
+    return unusable(error)
+
+
+def unusable(error: Exception) -> str:
     return f"The GPU can't be used ({_first_line(error)}): `nvidia-smi` shows its state and what else runs on it"
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from minserve.backend.base import BackendError
 from minserve.backend.cuda_backend.kernels import DTYPES, Kernels, cdiv, i32
@@ -120,7 +121,7 @@ class Uploader:
     """Makes device arrays out of host tensors. `compute` is half or bf16."""
 
     def __init__(self, cp: Any, compute: str) -> None:
-        self._cp, self.compute = cp, compute
+        self._cp, self._compute = cp, compute
         self._kernels = Kernels(cp)
 
     def matrix(self, tensors: Sequence[HostTensor], bias: HostTensor | None = None, *, pairs: bool = False) -> Matrix:
@@ -136,7 +137,7 @@ class Uploader:
         self._each(tensors, matrix, self._dense if format == "Dense" else self._repack)
         return matrix
 
-    def float32(self, values: Any) -> Any:
+    def float32(self, values: npt.NDArray[Any]) -> Any:
         return self._cp.asarray(np.ascontiguousarray(values, np.float32))
 
     def _each(self, tensors: Sequence[HostTensor], target: Matrix, upload: Upload) -> None:
@@ -150,7 +151,7 @@ class Uploader:
             first += tensor.rows
 
     def _dense(self, matrix: Matrix, first: int, tensor: HostTensor) -> None:
-        numbers = to_compute_type(tensor, self.compute)
+        numbers = to_compute_type(tensor, self._compute)
         rows = matrix.data[first : first + tensor.rows]
         rows.set(np.ascontiguousarray(numbers).view(np.uint8).reshape(tensor.rows, -1))
         self._cp.cuda.get_current_stream().synchronize()  # `numbers` is dropped, and the copy may read it until then
@@ -165,7 +166,7 @@ class Uploader:
         self._cp.cuda.get_current_stream().synchronize()  # `blocks` is dropped
 
 
-def to_compute_type(tensor: HostTensor, compute: str) -> Any:
+def to_compute_type(tensor: HostTensor, compute: str) -> npt.NDArray[Any]:
     """The weights as float16, or as the bits of bfloat16; the file's own numbers where it has that type already."""
     own = {Encoding.F16: "half", Encoding.BF16: "bf16"}.get(tensor.encoding)
     if own == compute:
