@@ -72,6 +72,11 @@ def for_itself(rows: int) -> tuple[Any, ...]:
     return ("itself", rows)
 
 
+def alone(rows: int, pattern: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A single row by this pattern, several by rows whose tokens share no block of the KV cache."""
+    return ("alone", rows, pattern)
+
+
 @dataclass(frozen=True, slots=True)
 class Access:
     memory: Buffer | LayerCache

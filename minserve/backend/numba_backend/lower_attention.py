@@ -14,7 +14,7 @@ from minserve.backend.base import BackendError, Heads
 from minserve.backend.numba_backend.attention import MANY, MOST_GROUP, ONES, tile_rows
 from minserve.backend.numba_backend.attention_task import scratch_bytes
 from minserve.backend.numba_backend.emitter import Emitter
-from minserve.backend.numba_backend.instruction import ALL, SCRATCH_WORDS, Access, Buffer, by_columns
+from minserve.backend.numba_backend.instruction import ALL, SCRATCH_WORDS, Access, Buffer, alone, by_columns
 from minserve.backend.numba_backend.layout import BLOCK, CHUNK, width
 from minserve.backend.numba_backend.recorder import LayerCache, Value
 from minserve.backend.numba_backend.rope import rope_write_kv
@@ -30,7 +30,7 @@ def rope(e: Emitter, v: Value) -> None:
     words |= {"cos": a["rope"].cos, "sin": a["rope"].sin, "half": a["rope"].half}
     words |= {"cache": cache.words, "blocks": cache.blocks, "batch": e.batch, "eps": float(a["eps"]), **SCRATCH_WORDS}
     words |= {name: 0 if a[name] is None else a[name] for name in ("q_norm", "k_norm")}
-    pattern = by_columns(v.cols, heads.q + 2 * heads.kv)
+    pattern = alone(v.rows, by_columns(v.cols, heads.q + 2 * heads.kv))
     accesses = Access(buffer, pattern), Access(buffer, pattern, write=True), Access(cache, pattern, write=True)
     e.emit(rope_write_kv, v.rows, words, *accesses)
 

@@ -57,9 +57,18 @@ def write_value(block, offset, x, i, dim, scratch):
         set_u16(block, (offset // 2 * dim + d) * 2 + offset % 2, u16(scratch, d))
 
 
+@inlined
+def next_block(slots, m, rows):
+    """The first row from m on that doesn't share a block of the cache with the row before it."""
+    while 0 < m < rows and i32(slots, m) // BLOCK == i32(slots, m - 1) // BLOCK:
+        m += 1
+    return m
+
+
 @kernel("qkv heads kv_heads dim stride cos sin half cache blocks batch q_norm k_norm eps scratch scratch_stride")
 def rope_write_kv(tid, threads, rows, p):
-    """In place on qkv; threads share the heads, as they shared the columns of the projection that made it.
+    """In place on qkv. Threads share the heads of one row, as they shared the columns of the projection that made it;
+    several rows they share by blocks of the cache, since keys and values are most of the work.
 
     The token in a block's first slot clears the rest of it: attention reads whole blocks and gives the hidden keys the
     weight 0, which a NaN left by the block's last owner would turn into NaN.
@@ -68,12 +77,17 @@ def rope_write_kv(tid, threads, rows, p):
     cos, sin, half, cache, blocks, batch = i64(p, 5), i64(p, 6), i64(p, 7), i64(p, 8), i64(p, 9), i64(p, 10)
     q_norm, k_norm, eps, scratch = i64(p, 11), i64(p, 12), f64(p, 13), i64(p, 14) + tid * i64(p, 15)
     positions, slots = i64(batch, POSITIONS), i64(batch, SLOTS)
-    h0, h1 = share(heads + 2 * kv_heads, tid, threads)
+    h0, h1, m0, m1 = 0, heads + 2 * kv_heads, 0, rows
+    if rows == 1:
+        h0, h1 = share(h1, tid, threads)
+    else:
+        m0, m1 = share(rows, tid, threads)
+        m0, m1 = next_block(slots, m0, rows), next_block(slots, m1, rows)
     for h in range(h0, h1):
         rotates = h < heads + kv_heads
         weight = q_norm if h < heads else (k_norm if rotates else 0)
         place = cache + ((h - heads) % kv_heads * 2 + (0 if rotates else 1)) * blocks * BLOCK * dim * 2
-        for m in range(rows):
+        for m in range(m0, m1):
             i = m * stride + h * dim
             if weight:
                 s = splat(rms_scale(qkv, i, dim, dim, eps))

@@ -169,6 +169,9 @@ def _conflict(use: Any, write: bool, earlier: Sequence[tuple[Any, bool]]) -> boo
 
 def _resolve(access: Access, single: dict[int, bool]) -> tuple[Any, ...]:
     """The pattern in a step where these kinds of rows are single."""
+    if access.pattern[0] == "alone":
+        _, rows, pattern = access.pattern
+        return pattern if single[rows] else ("blocks", rows)
     if access.pattern[0] != "itself":
         return access.pattern
     rows = access.pattern[1]
