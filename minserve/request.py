@@ -338,6 +338,11 @@ class StepRecord:
     gaps: tuple[tuple[Pool, float], ...] = ()
     failed: str | None = None
 
+    @property
+    def tokens(self) -> int:
+        """0 where nothing could run: all who are left wait."""
+        return self.decode_tokens + self.prefill_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class RequestOutcome:
