@@ -167,8 +167,9 @@ class Metrics:
         # Who got a token in this step and in the one before has the same gap, to the bit: most of them.
         for (pool, seconds), count in collections.Counter(record.gaps).items():
             self.itl.observe(seconds, (pool.value,), count)
-        self.iteration.observe(record.decode_tokens + record.prefill_tokens)
-        self.steps.inc()
+        if record.tokens:
+            self.iteration.observe(record.tokens)
+            self.steps.inc()
         self.ideal.inc(record.ideal)
         for phase, counter in self.phases.items():
             counter.inc(getattr(record, phase))

@@ -95,7 +95,7 @@ class Numbers:
         for (pool, seconds), count in Counter(record.gaps).items():
             self._itl[pool].add(seconds, now, count)
         s = self._slice(now)
-        s.steps += 1
+        s.steps += record.tokens > 0
         s.ideal += record.ideal
         s.plan += record.plan
         s.build += record.build

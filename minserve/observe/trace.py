@@ -15,8 +15,11 @@ class StepTrace:
         self._ring: deque[StepRecord] = deque(maxlen=steps)
 
     def observe(self, record: StepRecord | RequestOutcome) -> None:
-        if isinstance(record, StepRecord):
-            self._ring.append(record)
+        if isinstance(record, RequestOutcome):
+            return
+        if not record.tokens and self.last is not None and not self.last.tokens:
+            self._ring.pop()  # while nothing can run there is a plan every few milliseconds: the latest stands for all
+        self._ring.append(record)
 
     @property
     def last(self) -> StepRecord | None:

@@ -111,6 +111,14 @@ def test_refused_and_degraded_calls_are_visible_and_cost_no_tokens() -> None:
     assert seen["vllm:request_params_max_tokens_sum", ("interactive",)] == 2
 
 
+def test_a_plan_of_which_nothing_can_run_is_no_step() -> None:
+    m = metrics()
+    for tokens in (5, 0, 0):
+        m.observe(step(decode_tokens=tokens, prefill_tokens=0))
+    seen = samples(m)
+    assert seen["minserve_steps_total", ()] == seen["vllm:iteration_tokens_total_count", ()] == 1
+
+
 def test_failed_steps_and_extra_gauges_are_counted() -> None:
     m = metrics(Gauges({}, {}, 0, 0, extra={"minserve_streams": ("Open streams.", 3.0)}))
     m.observe(step(failed="MemoryError", preempted=2))

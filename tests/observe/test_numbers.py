@@ -83,6 +83,17 @@ def test_after_a_quiet_minute_nothing_is_left() -> None:
     assert s.window == 60.0
 
 
+def test_plans_of_which_nothing_can_run_are_no_steps() -> None:
+    numbers, _ = numbers_after(5.0)
+    trace = StepTrace(steps=3)
+    idle = {"decode_tokens": 0, "prefill_tokens": 0, "run": 0.0}
+    for record in (step(step=1), *(step(step=i, **idle) for i in range(2, 50)), step(step=50)):
+        numbers.observe(record)
+        trace.observe(record)
+    assert numbers.snapshot().steps_per_s == pytest.approx(2 / 5)
+    assert [row["step"] for row in trace.rows()] == [1, 49, 50]
+
+
 def test_the_trace_keeps_the_last_steps_in_order() -> None:
     trace = StepTrace(steps=3)
     assert trace.last is None
