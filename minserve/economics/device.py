@@ -90,7 +90,7 @@ class DeviceHours:
         if self._decode_tokens:
             alone = self._decode_s / self._decode_tokens
         else:
-            alone = record.run / (record.decode_tokens + record.prefill_tokens)
+            alone = record.run / record.tokens
         return min(record.run, alone * record.decode_tokens)
 
 
