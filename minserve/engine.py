@@ -188,10 +188,7 @@ class Engine:
         delta = transcript.push(event, now)
         step.note_token(transcript)
         if delta.finish is FinishReason.STOP and event.finish is None:  # a stop string: the scheduler can't see those
-            end = self.scheduler.finish(event.request_id, FinishReason.STOP)
-            if end is not None and end.usage is not None:
-                transcript.usage = end.usage
-                delta = replace(delta, usage=end.usage)
+            self.scheduler.finish(event.request_id, FinishReason.STOP)
         if delta.finish is None:
             out.append(Delivery(transcript.request.group, delta))
         else:

@@ -110,6 +110,8 @@ class Transcript:
     ) -> TextDelta:
         if event.usage is not None:
             self.usage = event.usage
+        elif finish is not None:  # a stop string; tokens that the same step brought behind it don't count
+            self.usage = Usage(self.request.prompt_len, self.request.cached, self._generated)
         return TextDelta(
             choice=self.request.choice,
             text=text,

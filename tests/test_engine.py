@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from minserve.engine import Engine
-from minserve.request import FinishReason, Pool, RequestError
+from minserve.policy.schedule import plan_step
+from minserve.request import FinishReason, Pool, RequestError, StepPlan, View
 from tests.engines import PROMPT, Collected, Delayed, Records, run, submission, tiny
 
 
@@ -80,6 +82,23 @@ def test_a_stop_string_ends_the_text_before_it_and_the_request_before_the_next_s
     assert usage.completion == len(got.tokens["s", 0])
     included = run(engine, submission(PROMPT, "i", max_tokens=24, stop=(stop,), include_stop=True))
     assert included.text["i", 0] == whole[: whole.index(stop) + 3]
+
+
+@pytest.mark.parametrize("most", [6, 24])
+def test_what_a_step_brings_behind_a_stop_string_is_neither_shown_nor_counted(most: int) -> None:
+    """Several tokens of one step, the last of which ends the request by length, or not."""
+    plain = run(tiny().engine, submission(PROMPT, max_tokens=6)).tokens["r", 0]
+    engine = tiny().engine
+
+    def drafting(step: int, running: Sequence[View], *rest: Any) -> StepPlan:
+        return plan_step(step, [view._replace(draft=tuple(plain[1:6])) for view in running], *rest)
+
+    engine.scheduler._policy = drafting
+    stop = engine.tokenizer.decode([plain[2]])
+    got = run(engine, submission(PROMPT, "s", max_tokens=most, stop=(stop,)))
+    assert got.tokens["s", 0] == plain[:3]
+    assert (got.last["s", 0].stop_reason, got.last["s", 0].usage.completion) == (stop, 3)
+    assert got.outcomes["s", 0].usage.completion == 3
 
 
 # bug: 8
