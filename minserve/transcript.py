@@ -102,8 +102,8 @@ class Transcript:
         tail = self._detokenizer.flush()
         if self._stops is None:
             return tail
-        safe, match = self._stops.push(tail, allowed=False)
-        return safe + (self._stops.flush() if match is None else "")
+        safe, _ = self._stops.push(tail, allowed=False)
+        return safe + self._stops.flush()
 
     def _delta(
         self, event: TokenEvent, finish: FinishReason | None, text: str, token_ids: tuple[int, ...]
