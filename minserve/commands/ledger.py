@@ -19,7 +19,7 @@ _EQUAL = ("key", "user", "end-user", "feature", "run", "pool", "finish")
 
 def filter_options(function: F) -> F:
     """Which rows."""
-    function = click.option("--status", type=int, help="HTTP status.")(function)
+    function = click.option("--status", type=click.IntRange(100, 599), help="HTTP status.")(function)
     for name in reversed(_EQUAL):
         function = click.option(f"--{name}", help=f"Only this {name.replace('-', ' ')}.")(function)
     function = click.option("--until", type=moment, help="As --since.")(function)
@@ -30,7 +30,7 @@ def filter_options(function: F) -> F:
 @click.argument("what", type=click.Choice(["rows", "summary"]), default="rows")
 @click.option("--by", help="Of a summary: columns, or day; separated by commas. [default: user]")
 @click.option("--format", "form", type=click.Choice(["table", "csv", "jsonl"]), default="table", show_default=True)
-@click.option("--limit", type=click.IntRange(min=0), default=50, show_default=True, help="Latest rows; 0 = all.")
+@click.option("--limit", type=click.IntRange(0, 2**63 - 1), default=50, show_default=True, help="Latest rows; 0 = all.")
 @filter_options
 @config_options
 def ledger(what: str, by: str | None, form: Any, limit: int, **options: Any) -> None:

@@ -122,6 +122,7 @@ def server_url(text: str) -> str:
     try:
         parts = urlsplit(text)
         well = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        well = well and text.isprintable() and " " not in text
     except ValueError:  # of the port
         well = False
     if not well:

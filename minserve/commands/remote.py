@@ -6,6 +6,7 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from http.client import HTTPException
 from typing import Any, TypeVar
 
 import click
@@ -40,6 +41,8 @@ def ask(
         with error:
             hint = " Give an administrator's key with --api-key." if error.code in (401, 403) else ""
             fail(f"{url} answers {error.code}: {_message(error)}{hint}")
+    except HTTPException:
+        fail(f"{url} does not speak HTTP")
     except (OSError, ValueError) as error:
         fail(f"{url}: {getattr(error, 'reason', error)}. Is minserve running there?")
     if not isinstance(answer, dict) or field not in answer:

@@ -55,6 +55,17 @@ async def test_where_keys_are_needed_it_says_which(invoke: Invoke) -> None:
             assert ("--api-key" in result.stderr) is (code == 2)
 
 
+async def test_a_server_of_something_else_is_one_sentence(invoke: Invoke) -> None:
+    def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"220 mail.example ESMTP\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(greet, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        result = await asyncio.to_thread(invoke, "doctor", "--url", url)
+    assert (result.exit_code, result.stderr) == (2, f"minserve: {url} does not speak HTTP\n")
+
+
 def test_no_server_is_one_sentence(invoke: Invoke) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

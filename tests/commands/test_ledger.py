@@ -141,6 +141,13 @@ def test_what_cost_can_not_use_is_refused_by_name(invoke: Invoke, ledger: Ledger
     assert option.partition("=")[0] in result.stderr
 
 
+@pytest.mark.parametrize("option", [f"--limit={2**63}", f"--status={2**63}", "--status=-1"])
+def test_numbers_that_no_row_can_have_are_refused_by_name(invoke: Invoke, ledger: Ledger, option: str) -> None:
+    result = invoke("ledger", option)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert option.partition("=")[0] in result.stderr
+
+
 async def test_who_was_refused_without_a_name_is_no_user(invoke: Invoke, ledger: Ledger) -> None:
     """Strangers would halve the mean, and the time over which they knocked would stretch what users cost."""
     known = invoke("cost").stdout

@@ -37,7 +37,19 @@ def test_a_server_is_an_address(url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["", "host", "host:8000", "ftp://host", "http://", "http://host:x", "http://[::1", "/v1"]
+    "url",
+    [
+        "",
+        "host",
+        "host:8000",
+        "ftp://host",
+        "http://",
+        "http://host:x",
+        "http://[::1",
+        "/v1",
+        "http://a b",
+        "http://host/\x01",
+    ],
 )
 def test_what_is_no_address_of_a_server_is_refused(url: str) -> None:
     with pytest.raises(click.BadParameter, match="is no server"):
