@@ -6,7 +6,7 @@
 // number i.  A block of the K encodings holds 256: its scales and minima are small
 // integers, times a half for the block.  These products are rounded to half precision,
 // by at most 2^-11 of themselves; everything else is the file's.  One thread per 32
-// weights.
+// weights; those whose upper bits share a word add them to what was 0.
 #include "weights.cuh"
 
 __device__ __forceinline__ float half_at(const u8* p) { return to_float(*reinterpret_cast<const half*>(p)); }
@@ -95,14 +95,14 @@ __global__ void repack(u8* __restrict__ data, half* __restrict__ scales, half* _
         unit[j] = q;
       } else {
         low |= (q & 15) << (j / 2 + j % 2 * 4) * 4;
-        upper |= (q >> 4) << j % 2 * 8 + j / 2 * 2;
+        upper |= (q >> 4) << j % 2 * 16 + j / 2 * kUpper<W>;
       }
     }
     if (W::kBits == 8) continue;
     *reinterpret_cast<u32*>(unit) = low;
-    if (W::kBits == 6) {
-      u8* word = lane - t * 16 + 64 + t * 8 + group % 4 / 2 * 4 + group % 2;
-      word[0] = upper, word[2] = upper >> 8;
+    if (kUpper<W>) {
+      u32* word = reinterpret_cast<u32*>(lane - t * 16 + 64) + t * kUpper<W> + group % 4 / kPerWord<W>;
+      atomicOr(word, upper << group % kPerWord<W> * 4 * kUpper<W>);
     }
   }
 }

@@ -22,9 +22,12 @@
 
 enum Glu { kNone, kSilu, kGelu };
 
-// Blocks on an SM: 0 leaves it to ptxas, which without a number would spill 16-bit weights and Int8Min to fit in one more.
+// Blocks on an SM: 0 leaves it to ptxas, which without a number would spill the others to fit in one more.
+template <typename W, int kTiles>
+constexpr int kBlocks = !W::kScaled ? 4 : W::kMinimum && (W::kBits == 8 || (W::kBits == 5 && kTiles == 1)) ? 2 : 0;
+
 template <typename T, typename Out, typename W, int kTiles, int kGlu>
-__global__ void __launch_bounds__(256, W::kBits == 8 && W::kMinimum ? 2 : W::kScaled ? 0 : 4)
+__global__ void __launch_bounds__(256, kBlocks<W, kTiles>)
 skinny_gemm(Out* __restrict__ out,             // [rows][n]
             const T* __restrict__ x,           // [rows][k], rows <= 8 * kTiles
             const u8* __restrict__ data, const half* __restrict__ scales, const half* __restrict__ minima, int rows, int n,
@@ -66,7 +69,8 @@ skinny_gemm(Out* __restrict__ out,             // [rows][n]
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const long long at = row_ids[i] * weight.groups() + group;
-          unpack<W, T>(w[i], &packed[a][i].numbers.v[j * kUnitWords], packed[a][i].upper.v[j / 2] >> j % 2 * 8);
+          const u32 upper = packed[a][i].upper.v[j / kPerWord<W>] >> j % kPerWord<W> * 4 * kUpper<W>;
+          unpack<W, T>(w[i], &packed[a][i].numbers.v[j * kUnitWords], upper);
           if (W::kScaled) scale[i] = load_vec<half, kScales<W>>(scales + at * kScales<W>);
           minimum[i] = W::kMinimum ? to_float(minima[at]) : 0;
         }

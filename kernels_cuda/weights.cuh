@@ -1,11 +1,12 @@
-// weights.cuh — how matrices lie in memory: 16-bit numbers, or integers of 8, 6 or 4 bits in groups of 32.
+// weights.cuh — how matrices lie in memory: 16-bit numbers, or integers of 8, 6, 5 or 4 bits in groups of 32.
 //
 // A quantized weight is  w = scale * q  or  w = scale * q + minimum,  with a half-precision
 // scale for kGroup neighbours along a row and a minimum for 32.  The integers q are those
 // of a GGUF file; bits are a weight's, with its share of scale and minimum:
 //   Int4     4.5  Q4_0
 //   Int4Min  5    Q4_1, Q4_K
-//   Int6Min  7.5  Q5_0, Q5_1, Q5_K, Q6_K, and any of up to 6 bits that are read as one
+//   Int5Min  6    Q5_1, Q5_K, also beside Q4_1 or Q4_K
+//   Int6Min  7.5  Q5_0, Q6_K, and any of up to 6 bits that are read as one
 //   Int8     8.5  Q8_0, also beside Q4_0 or Q5_0
 //   Int8Min  9.5  Q8_0 beside any other
 // Q6_K has scales for 16 and no minimum, Q5_K minima beside scales for 32.  Int6Min has
@@ -14,16 +15,16 @@
 //
 // A row is cut into chunks, which four neighbouring lanes read with 16 bytes each.  Lane t
 // of the four always gets eight numbers of a group of 32, a unit: of one group (16 bits),
-// of two (8 bits) or of four (4 bits), one after the other.  A unit holds numbers
+// of two (8 bits) or of four (fewer), one after the other.  A unit holds numbers
 // 8t .. 8t + 7, for 16-bit numbers the usual order of a row; where scales are for 16,
 // 4t .. 4t + 3 of each half, so that a product over 16 numbers has one scale.  Integers
 // are stored with kOffset added and so are unsigned.  Within the four bytes of eight
 // 4-bit numbers, number 2i is nibble i and number 2i + 1 nibble i + 4: see unpack().
 //
-// Of 6-bit numbers such nibbles are the lower part.  Behind those of the four lanes, 8
-// bytes more for each lane have the upper two bits: bytes 0 and 2 of a word those of one
-// unit, bytes 1 and 3 of the next; bits 2i and 2i + 1 belong to number 2i in the first of
-// the two bytes, to number 2i + 1 in the second.
+// Of 5- and 6-bit numbers such nibbles are the lower part.  Behind those of the four lanes
+// there are words with the upper bits, one for each lane, of 6 bits two.  A word has those
+// of four units, of two if a number has two: one unit after the other, number 2i at
+// place i in the lower half of the word, number 2i + 1 at place i in the upper half.
 #pragma once
 #include "common.cuh"
 
@@ -34,13 +35,16 @@ template <int bits, int offset, int group, bool scaled, bool minimum> struct Lay
 struct Dense : Layout<16, 0, 32, false, false> {};
 struct Int8 : Layout<8, 128, 32, true, false> {};
 struct Int8Min : Layout<8, 128, 16, true, true> {};
+struct Int5Min : Layout<5, 0, 32, true, true> {};
 struct Int6Min : Layout<6, 32, 16, true, true> {};
 struct Int4 : Layout<4, 8, 32, true, false> {};
 struct Int4Min : Layout<4, 0, 32, true, true> {};
 
-template <typename W> constexpr int kUnitBytes = W::kBits == 6 ? 4 : W::kBits;   // without the upper bits: 16, 8, 4
+template <typename W> constexpr int kUpper = W::kBits == 5 || W::kBits == 6 ? W::kBits - 4 : 0;   // bits beside a nibble
+template <typename W> constexpr int kPerWord = kUpper<W> == 1 ? 4 : 2;           // units whose upper bits share a word
+template <typename W> constexpr int kUnitBytes = kUpper<W> ? 4 : W::kBits;       // without the upper bits: 16, 8, 4
 template <typename W> constexpr int kGroups = 16 / kUnitBytes<W>;                // groups of 32 in a chunk: 1, 2, 4
-template <typename W> constexpr int kChunkBytes = 4 * kGroups<W> * W::kBits;     // 64, of 6 bits 96
+template <typename W> constexpr int kChunkBytes = 4 * kGroups<W> * W::kBits;     // 64, of 5 bits 80, of 6 96
 template <typename W> constexpr int kScales = 32 / W::kGroup;                    // of a group of 32
 
 // Which number of a row is number i of a unit; unit t + 4 * g is lane t's of group g.
@@ -58,8 +62,8 @@ template <> __device__ __forceinline__ u32 subtract2<bf16>(u32 a, u32 b) {
   return *reinterpret_cast<const u32*>(&d);
 }
 
-// The numbers of a unit as four pairs of T, from their kUnitBytes bytes in `words` and, of
-// 6 bits, the word with their upper bits in its bytes 0 and 2.  Integers come out exactly,
+// The numbers of a unit as four pairs of T, from their kUnitBytes bytes in `words` and the
+// word with their upper bits, shifted so that the unit's come first.  Integers come out exactly,
 // without their scale.  Integer-to-float conversions are slow, so integers are put
 // into the low bits of a float's mantissa instead: 1024 + q is the half 0x6400 | q,
 // 128 + q the bfloat16 0x4300 | q, 2^23 + q the float 0x4B000000 | q.  Subtracting
@@ -73,7 +77,7 @@ template <typename W, typename T> __device__ __forceinline__ void unpack(u32 (&p
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       u32 q = words[0] >> 4 * i & 0x000f000f;
-      if (W::kBits == 6) q |= (upper >> 2 * i & 0x00030003) << 4;
+      if (kUpper<W>) q |= (upper >> kUpper<W> * i & 0x00010001 * ((1 << kUpper<W>) - 1)) << 4;
       pairs[i] = subtract2<T>(q | kMagic, kMagic | W::kOffset * 0x00010001);
     }
   } else if constexpr (kIsHalf<T>) {
@@ -92,14 +96,16 @@ template <typename W, typename T> __device__ __forceinline__ void unpack(u32 (&p
   }
 }
 
-// What a lane reads of a chunk.  upper: of 6 bits.
+// What a lane reads of a chunk.
 struct Packed {
   Vec<u32, 4> numbers;
   Vec<u32, 2> upper;
 };
 template <typename W> __device__ __forceinline__ Packed load_packed(const u8* chunk, int t) {
   Packed packed{load_vec<u32, 4>(reinterpret_cast<const u32*>(chunk + t * 16)), {0, 0}};
-  if (W::kBits == 6) packed.upper = load_vec<u32, 2>(reinterpret_cast<const u32*>(chunk + 64 + t * 8));
+  const u32* upper = reinterpret_cast<const u32*>(chunk + 64) + t * kUpper<W>;
+  if (kUpper<W> == 1) packed.upper.v[0] = *upper;
+  if (kUpper<W> == 2) packed.upper = load_vec<u32, 2>(upper);
   return packed;
 }
 
@@ -125,7 +131,10 @@ __device__ __forceinline__ void load_unit(float (&w)[8], const Matrix<W>& m, lon
   const Vec<u32, kWords> packed =
       load_vec<u32, kWords>(reinterpret_cast<const u32*>(chunk + t * 16 + in_chunk * kUnitBytes<W>));
   u32 upper = 0, pairs[4];
-  if (W::kBits == 6) upper = *reinterpret_cast<const u32*>(chunk + 64 + t * 8 + in_chunk / 2 * 4) >> in_chunk % 2 * 8;
+  if (kUpper<W>) {
+    const u32* word = reinterpret_cast<const u32*>(chunk + 64) + t * kUpper<W> + in_chunk / kPerWord<W>;
+    upper = *word >> in_chunk % kPerWord<W> * 4 * kUpper<W>;
+  }
   unpack<W, T>(pairs, packed.v, upper);
   const long long at = row * m.groups() + group;
   const float minimum = W::kMinimum ? to_float(m.minima[at]) : 0;

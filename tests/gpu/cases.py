@@ -26,7 +26,7 @@ def products(b: Bench) -> Iterator[Case]:
     for rows in (9,) if b.tiny else (256, 512, 2048):
         for name, n, k in shapes[:4]:
             yield product(b, name, "Dense", rows, n, k)
-    for format in ("Int8", "Int6Min", "Int4"):
+    for format in ("Int8", "Int6Min", "Int5Min", "Int4"):
         yield product(b, "gate+up", format, 17 if b.tiny else 512, 2 * f, d)
 
 
@@ -120,7 +120,7 @@ def rest(b: Bench) -> Iterator[Case]:
         ("cast", 6, ops.Cast(b.m, narrow, wide)),
     ):
         yield Case(name, f"{rows} rows", rows * d * moved, 0, [launch(instruction, every)] * 8)
-    for source, format in (("Q8_0", "Int8"), ("Q4_K", "Int4Min"), ("Q6_K", "Int6Min")):
+    for source, format in (("Q8_0", "Int8"), ("Q4_K", "Int4Min"), ("Q5_K", "Int5Min"), ("Q6_K", "Int6Min")):
         yield repack(b, source, format, 2 * f, max(d, 256))
     counts, tokens = b.bytes(2 * v).view(np.uint16), b.ints(np.arange(1000) % v)
     reset = b.m.kernels.get("seats", "reset_seat")

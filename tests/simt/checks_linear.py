@@ -35,6 +35,10 @@ def unpacked(kit: Kit, matrix: Matrix) -> tuple[npt.NDArray[np.int64], Float64, 
         words = np.ascontiguousarray(units).view("<u4").astype(np.int64)  # [n, chunk, group, lane, 1]
         q = np.concatenate([words >> 4 * (i // 2 + i % 2 * 4) & 15 for i in range(8)], -1)
         q -= 8 if matrix.format == "Int4" else 0
+    if layout.bits == 5:
+        words = np.ascontiguousarray(chunks[..., 64:]).view("<u4").astype(np.int64)[:, :, None, :, None]
+        group, i = np.arange(4)[:, None, None], np.arange(8)  # [.., group, lane, number]
+        q |= (words >> 4 * group + i % 2 * 16 + i // 2 & 1) << 4
     if layout.bits == 6:
         pairs = chunks[..., 64:].reshape(n, -1, 4, 2, 2, 2)  # [n, chunk, lane, word, even or odd, unit of the word]
         pairs = pairs.transpose(0, 1, 3, 5, 2, 4).reshape(n, -1, 4, 4, 2).astype(np.int64)  # [.., group, lane, ..]
@@ -136,6 +140,7 @@ FORMATS = {  # of what, and a number of columns
     "Int8": ((Q8_0,), 160),
     "Int4": ((Q4_0,), 160),
     "Int4Min": ((Q4_1,), 160),
+    "Int5Min": ((Q5_1,), 160),
     "Int6Min": ((Q6_K,), 256),
     "Int8Min": ((Q8_0, Q6_K), 256),
 }
@@ -148,10 +153,11 @@ SHAPES = [  # rows, n, k: one, a whole tile, one more, many; n and k with tails
     (16, 32, 160),
     (17, 33, 160),
 ]
-TAILS = {"Dense": (F32,), "Int8": (Q8_0,), "Int4": (Q4_0,), "Int4Min": (Q4_1,), "Int6Min": (Q5_1,)}
+TAILS = {"Dense": (F32,), "Int8": (Q8_0,), "Int4": (Q4_0,), "Int4Min": (Q4_1,), "Int5Min": (Q5_1,), "Int6Min": (Q5_0,)}
 PACKED = {  # encodings -> format
     (Q4_0,): "Int4",
     (Q4_1,): "Int4Min",
+    (Q5_1, Q4_1): "Int5Min",
     (Q5_0,): "Int6Min",
     (Q5_1, Q4_1, Q4_0, Q5_0): "Int6Min",
     (Q8_0,): "Int8",
@@ -160,6 +166,7 @@ PACKED = {  # encodings -> format
 }
 PACKED_K = {
     (Q4_K, Q4_1): "Int4Min",
+    (Q5_K, Q4_K, Q5_1): "Int5Min",
     (Q4_K, Q4_K, Q6_K): "Int6Min",
     (Q5_K, Q6_K, Q5_1): "Int6Min",
     (Q4_K, Q5_K, Q6_K, Q8_0, Q5_0, Q4_0): "Int8Min",

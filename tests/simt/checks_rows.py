@@ -159,7 +159,7 @@ CHECKS: dict[str, Check] = {
     **{f"norm of sum {r}x{c}, post={p}, gather={g}": partial(norm_of_sum, rows=r, cols=c, post=p, gather=g)
        for (r, c), p, g in product(ROWS_COLS, (False, True), (False, True))},
     **{f"embed {e} {c}": partial(embed, encoding=e, cols=c)
-       for e, c in product((Encoding.F32, Encoding.Q8_0, Encoding.Q4_0, Encoding.Q4_1), (32, 160, 2048))},
+       for e, c in product(map(Encoding, ("F32", "Q8_0", "Q4_0", "Q4_1", "Q5_1")), (32, 160, 2048))},
     "embed Q6_K 768": partial(embed, encoding=Encoding.Q6_K, cols=768),
     "embed F32 40": partial(embed, encoding=Encoding.F32, cols=40),
     **{f"take {kind or 'a branch'}": partial(take, kind=kind) for kind in ("float", "")},

@@ -1,4 +1,4 @@
-"""What a user is told when no GPU can be used, and the small parts that need neither a GPU nor the emulator."""
+"""What a user is told when no GPU can be used, and the small parts that need no GPU and hardly the emulator."""
 
 from __future__ import annotations
 
@@ -183,6 +183,7 @@ class TestAvailability:
             cuda_backend.create(EngineConfig(), ModelConfig(quantize="q8"))
 
 
+@pytest.mark.simt
 class TestCreate:
     """The first work on a GPU that looked as if it could be used."""
 

@@ -163,11 +163,11 @@ def test_same_tokens_as_the_numpy_backend(family: str, monkeypatch: pytest.Monke
         ("Q8_0", "bf16", "Int8"),
         ("Q8_0", "half", "Int8"),
         ("Q5_0", "half", "Int6Min"),
-        ("Q5_1", "bf16", "Int6Min"),
+        ("Q5_1", "bf16", "Int5Min"),
         ("Q4_0", "half", "Int4"),
         ("Q4_1", "half", "Int4Min"),
         ("Q4_K", "half", "Int4Min"),
-        ("Q5_K", "half", "Int6Min"),
+        ("Q5_K", "half", "Int5Min"),
         ("Q6_K", "half", "Int6Min"),
     ],
 )

@@ -31,7 +31,7 @@ MAX_REQUESTS = 65535  # blocks of a grid along y and z
 RESERVED_BYTES = 128 << 20  # graphs, modules, what a step allocates by the way: not for the KV cache
 WEIGHTS_ADVICE = (
     "The weights don't fit: take a smaller model, or a GGUF file, which stays quantized: Q8_0 takes 8.5 bits a weight, "
-    "Q5_K and Q6_K 7.5, Q4_K 5, Q4_0 4.5; F16, BF16 and F32 take 16 bits a weight."
+    "Q6_K 7.5, Q5_K 6, Q4_K 5, Q4_0 4.5; F16, BF16 and F32 take 16 bits a weight."
 )
 PEAK_COPY_BYTES = 1 << 28  # read, and as many written
 PEAK_COPY_BLOCK = 1 << 16

@@ -42,6 +42,7 @@ _UP_TO_6_BITS = frozenset(Encoding[e] for e in ("Q4_0", "Q4_1", "Q4_K", "Q5_0", 
 LAYOUTS = {  # the smallest first
     "Int4": Layout(4, 32, False, frozenset({Encoding.Q4_0})),
     "Int4Min": Layout(4, 32, True, frozenset({Encoding.Q4_1, Encoding.Q4_K})),
+    "Int5Min": Layout(5, 32, True, frozenset(Encoding[e] for e in ("Q4_1", "Q4_K", "Q5_1", "Q5_K"))),
     "Int6Min": Layout(6, 16, True, _UP_TO_6_BITS),
     "Int8": Layout(8, 32, False, frozenset({Encoding.Q4_0, Encoding.Q5_0, Encoding.Q8_0})),
     "Int8Min": Layout(8, 16, True, _UP_TO_6_BITS | {Encoding.Q8_0}),
@@ -131,7 +132,7 @@ class Uploader:
             raise BackendError(f"{tensors[0].name}: {k} columns; the CUDA kernels need a multiple of {ALIGNMENT}")
         format = choose_format(tensors)
         vector = None if bias is None else self.float32(bias.float32())
-        # Zeros, since the groups that fill up a last chunk are never written.
+        # Zeros: the groups that fill up a last chunk are never written, and upper bits are added to them.
         new = self._cp.empty if format == "Dense" else self._cp.zeros
         matrix = Matrix.make(new, format, n, k, bias=vector, pairs=pairs)
         self._each(tensors, matrix, self._dense if format == "Dense" else self._repack)
