@@ -33,7 +33,6 @@ class _Choice:
 
     index: int
     splitter: ReasoningSplitter | None
-    begun: bool = False
     thinking: bool = True  # until the first content
     thought: bool = False  # there was any reasoning at all
     early_tokens: int = 0  # tokens while thinking
@@ -80,6 +79,7 @@ class ChatAnswer(Answer):
         self._prompt = prompt
         self._show_reasoning = show_reasoning
         self._choices = [_Choice(i, splitter) for i, splitter in enumerate(splitters)]
+        self._begun = False
         self._prompt_told = False
 
     def plain(self) -> None:
@@ -90,12 +90,13 @@ class ChatAnswer(Answer):
 
     def events(self, deltas: Sequence[TextDelta], tally: Tally) -> bytes:
         out = []
+        if deltas and not self._begun:  # in order, whichever comes first: OpenAI's SDK keeps choices as they begin
+            self._begun = True
+            opening = Delta(role="assistant", content="")
+            out += [self._event(self._piece(choice, opening), tally) for choice in self._choices]
         for delta in coalesce(deltas):
             choice = self._choices[delta.choice]
             reasoning, content = choice.split(delta)
-            if not choice.begun:
-                choice.begun = True
-                out.append(self._event(self._piece(choice, Delta(role="assistant", content="")), tally))
             if reasoning and self._show_reasoning:
                 out.append(self._event(self._piece(choice, Delta(reasoning_content=reasoning)), tally))
             if content or delta.logprobs or (self.options.token_ids and delta.token_ids):

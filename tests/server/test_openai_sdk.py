@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from minserve.config import AccountConfig, LimitConfig, TimeoutsConfig
+from minserve.request import FinishReason, TextDelta, Usage
 from tests.server.fakes import FakeEngine
 from tests.server.real import real_server
 from tests.server.serving import MODEL, keyed, serving
@@ -42,6 +43,19 @@ async def test_chat_streamed_and_whole_say_the_same(client: openai.AsyncOpenAI) 
     assert last is not None
     assert (last.prompt_tokens, last.completion_tokens) == (whole.usage.prompt_tokens, whole.usage.completion_tokens)
     assert len({chunk.id for chunk in chunks}) == 1
+
+
+async def test_the_stream_helper_takes_choices_that_come_in_any_order() -> None:
+    engine = FakeEngine(None)
+    async with serving(engine) as server, openai_client(server.url) as client:
+        asked = client.chat.completions.stream(model=MODEL, messages=MESSAGES, n=2)
+        async with asked as stream:
+            answers = await engine.stream()
+            for choice in (1, 0):
+                answers.push(TextDelta(choice, f"choice {choice}"))
+                answers.push(TextDelta(choice, finish=FinishReason.STOP, usage=Usage(2, 0, 1)))
+            final = await stream.get_final_completion()
+    assert [choice.message.content for choice in final.choices] == ["choice 0", "choice 1"]
 
 
 async def test_completions_streamed_and_whole_say_the_same(client: openai.AsyncOpenAI) -> None:
