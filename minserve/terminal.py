@@ -187,8 +187,8 @@ def _print(assembly: Assembly, prompt: list[int], style: Style, console: Console
         console.print("\n(stopped)", style="dim")
     print(flush=True)
     if outcome is not None and outcome.ttft is not None and outcome.finish in (FinishReason.STOP, FinishReason.LENGTH):
-        decode = outcome.total - outcome.ttft
-        rate = f"{(outcome.usage.completion - 1) / decode:.0f} tokens/s, " if decode > 0 else ""
+        decode, later = outcome.total - outcome.ttft, outcome.usage.completion - 1
+        rate = f"{later / decode:.0f} tokens/s, " if later and decode > 0 else ""
         console.print(
             f"{outcome.usage.completion} tokens, {rate}first after {outcome.ttft * 1e3:.0f} ms, "
             f"{time.monotonic() - started:.1f} s in all",

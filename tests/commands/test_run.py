@@ -116,6 +116,11 @@ def test_an_answer_and_its_numbers_are_lines_of_their_own_in_one_pipe(tmp_path: 
     assert both.stdout.splitlines()[-1].startswith(b"2 tokens, ")
 
 
+def test_a_single_token_has_no_rate(tmp_path: Path) -> None:
+    result = run(tmp_path, "generate", "Hi", *TINY, "--max-new", "1")
+    assert b"1 tokens, first after " in result.stderr
+
+
 def test_generate_says_when_it_has_to_settle_for_the_slow_backend(tmp_path: Path) -> None:
     (tmp_path / "numba.py").write_text("raise ImportError('needs another NumPy')", encoding="utf-8")
     result = run(tmp_path, "generate", "Hi", *TINY[:2], "--device", "cpu", *TINY[4:], "--max-new", "2")
