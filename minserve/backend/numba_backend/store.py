@@ -152,7 +152,7 @@ def mapped(file: BinaryIO, size: int) -> Bytes:
 def in_huge_pages(data: Bytes) -> bool:
     """Whether most of a mapping of its own is, by what Linux says of this process's mappings."""
     mine = False
-    with open("/proc/self/smaps") as mappings:
+    with contextlib.suppress(OSError), open("/proc/self/smaps") as mappings:  # not everywhere is there a /proc
         for line in mappings:
             if line.startswith(f"{data.ctypes.data:08x}-"):
                 mine = True
