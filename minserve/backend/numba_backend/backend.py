@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from minserve.backend.base import BackendError, Forward, KVSpec, ModelSpec, Peaks, StepLimits
 from minserve.backend.memory import available_memory
-from minserve.backend.numba_backend import dot, jit
+from minserve.backend.numba_backend import amx, dot, jit
 from minserve.backend.numba_backend.arena import Arena, Bytes, aligned
 from minserve.backend.numba_backend.layout import AS_INT8, AS_INT12, BLOCK, width
 from minserve.backend.numba_backend.packing import (
@@ -93,6 +93,7 @@ class NumbaBackend:
     @property
     def description(self) -> str:
         path = "AVX-512 VNNI" if dot.HAS_VNNI else "AVX2" if dot.HAS_AVX2 else "portable vectors"
+        path += " and AMX" if amx.HAS_AMX else ""
         bits = "12- to 16" if self._accurate else "8"
         cores = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
         return f"Numba {numba.__version__} on {jit.cpu_name()}, {cores}, {path}, {bits}-bit activations, bf16 KV cache"

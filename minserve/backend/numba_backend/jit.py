@@ -13,6 +13,7 @@ choice of instructions.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import os
@@ -63,6 +64,15 @@ def cpu_has(feature: str) -> bool:
     return bool(llvm.get_host_cpu_features().get(feature))
 
 
+@functools.cache
+def may_use_amx() -> bool:
+    """Whether the system lets this process use the registers of Intel's matrix unit: Linux wants to be asked."""
+    if machine() != "x86_64" or not sys.platform.startswith("linux"):
+        return False
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
+
+
 def cache_folder() -> Path:
     """MINSERVE_CACHE, or the platform's folder for caches."""
     if named := os.environ.get("MINSERVE_CACHE"):
@@ -83,7 +93,8 @@ def fingerprint() -> str:
     features = numba.config.CPU_FEATURES
     if features is None:
         features = ",".join(sorted(name for name, on in llvm.get_host_cpu_features().items() if on))
-    for part in (numba.__version__, llvmlite.__version__, sys.version, cpu_name(), features):
+    amx = str(may_use_amx())
+    for part in (numba.__version__, llvmlite.__version__, sys.version, cpu_name(), features, amx):
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()[:16]
 
@@ -164,6 +175,11 @@ def variant(template: Callable[..., None], fields: str, name: str, **bindings: A
     body = FunctionType(template.__code__, {**template.__globals__, **bindings}, name)
     body.__qualname__ = name
     return Kernel(body, tuple(fields.split()))
+
+
+def bound(template: Callable[..., Any], **bindings: Any) -> Any:
+    """The same for a function to be inlined: a template's code with other globals."""
+    return inlined(FunctionType(template.__code__, {**template.__globals__, **bindings}, template.__name__))
 
 
 class Entry:

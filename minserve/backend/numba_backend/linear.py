@@ -4,30 +4,35 @@ out[m, n] = sum over k of w[n, k] x[m, k], then bias, residual, or gate and up t
 512 tokens: the vectors of a group of weights stay in registers while the tokens go by, and the sums of a tile (64
 tokens x 16 rows) stay in the L1 cache. A token's result does not depend on which tokens stand beside it.
 
-Owns the kernel: which rows a thread computes, and what becomes of their sums. It must not know formats
-(linear_blocks.py) or the arithmetic (linear_groups.py).
+Owns the kernel: which rows a thread computes, where, and what becomes of their sums. It must not know formats
+(linear_blocks.py) or the arithmetic (linear_groups.py, linear_matrix.py).
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, name-defined"
 
 from __future__ import annotations
 
+from minserve.backend.numba_backend.amx import HAS_AMX, begin_matrices, end_matrices
 from minserve.backend.numba_backend.dot import align_stack
 from minserve.backend.numba_backend.jit import Kernel, inlined, variant
 from minserve.backend.numba_backend.layout import AS_BF16, AS_INT8, AS_INT12, AS_INT16, GROUP, TILE, row_bytes
-from minserve.backend.numba_backend.linear_blocks import BLOCKS, block_bf16
-from minserve.backend.numba_backend.linear_groups import DOTS_BY_MODE, int8_dots
+from minserve.backend.numba_backend.linear_blocks import FORMS, bf16_block, vector_block
+from minserve.backend.numba_backend.linear_groups import DOTS_BY_MODE
+from minserve.backend.numba_backend.linear_matrix import matrix_block, operand_bytes
 from minserve.backend.numba_backend.mathlib import F, activate, share
 from minserve.backend.numba_backend.quantize import quantize_group
 from minserve.backend.numba_backend.simd_math import splat
 from minserve.backend.numba_backend.simd_memory import i64, load_f32, store_f32
 
+MANY = 12  # tokens from which on the matrix unit is worth its while, where there is one
+
 
 @inlined
-def linear(tid, threads, rows, p, block, dots):
+def linear(tid, threads, rows, p, few, many, k):
     """out[:, 16 b : 16 b + 16] for this thread's row blocks b, its share of `units` equal parts of `unit` blocks.
 
-    x: activations, or this thread's own copy of one row.
+    x: activations, or this thread's own copy of one row. few, many: what multiplies a block of 16 rows with fewer than
+    MANY tokens, or more; k: bytes of a token that meet a group's weights in the matrix unit, 0: never.
 
     kind 0: out = sum + bias + residual (either may be 0). kind 1, 2: row blocks alternate between gate and up, and
     out = act(gate) * up; with a mode for the output, it is rounded for the next layer: 2 x 2 row blocks make a group.
@@ -42,6 +47,8 @@ def linear(tid, threads, rows, p, block, dots):
     u0, u1 = share(units, tid, threads)
     b0 = blocks if u0 == units else u0 * unit
     b1 = blocks if u1 == units else u1 * unit  # padding belongs to the last unit
+    if HAS_AMX and k and rows >= MANY:
+        begin_matrices(k)
     together = 1 if kind == 0 else (2 if out_mode == 0 else 4)
     for m0 in range(0, rows, TILE):
         n = min(TILE, rows - m0)
@@ -51,7 +58,11 @@ def linear(tid, threads, rows, p, block, dots):
                 sums = acc + i * (TILE * 64)
                 for m in range(n):
                     store_f32(sums, m * 16, splat(F(0)))
-                block(dots, mode, w + (b * together + i) * block_bytes, cols // GROUP, n, tile, sums)
+                rows_at = w + (b * together + i) * block_bytes
+                if HAS_AMX and k and n >= MANY:
+                    many(rows_at, cols // GROUP, n, tile, sums)
+                else:
+                    few(rows_at, cols // GROUP, n, tile, sums)
             if kind == 0:
                 finish(out, m0 * stride + b * 16, stride, n, acc, bias, residual, b)
             elif out_mode == 0:
@@ -60,6 +71,8 @@ def linear(tid, threads, rows, p, block, dots):
                 finish_quantized(
                     kind, out + m0 * row_bytes(stride, out_mode), stride, n, acc, bias, b, out_mode, halves
                 )
+    if HAS_AMX and k and rows >= MANY:
+        end_matrices()
 
 
 @inlined
@@ -102,7 +115,7 @@ FIELDS = (
 
 
 def _linear(tid, threads, rows, p):
-    linear(tid, threads, rows, p, BLOCK_OF_ROWS, DOTS)  # noqa: F821  (bound by variant)
+    linear(tid, threads, rows, p, OF_FEW, OF_MANY, K)  # noqa: F821  (bound by variant)
 
 
 def modes(form: str) -> tuple[int, int]:
@@ -113,9 +126,15 @@ def modes(form: str) -> tuple[int, int]:
 
 
 LINEAR: dict[tuple[str, int], Kernel] = {  # by format and mode of the activations
-    (form, mode): variant(_linear, FIELDS, f"linear_{form}_{name}", BLOCK_OF_ROWS=block, DOTS=dots)
-    for form, block in BLOCKS.items()
+    (form, mode): variant(
+        _linear,
+        FIELDS,
+        f"linear_{form}_{DOTS_BY_MODE[mode][0]}",
+        OF_FEW=vector_block(form, mode),
+        OF_MANY=matrix_block(form, mode),
+        K=operand_bytes(form, mode),
+    )
+    for form in FORMS
     for mode in modes(form)
-    for name, dots in (DOTS_BY_MODE[mode],)
 }
-LINEAR["bf16", AS_BF16] = variant(_linear, FIELDS, "linear_bf16", BLOCK_OF_ROWS=block_bf16, DOTS=int8_dots)
+LINEAR["bf16", AS_BF16] = variant(_linear, FIELDS, "linear_bf16", OF_FEW=bf16_block, OF_MANY=bf16_block, K=0)

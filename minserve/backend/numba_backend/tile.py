@@ -63,6 +63,30 @@ def zeros_i32(context, n):
     return _zeros(i32x16)(context, n)
 
 
+def _loaded(kind):
+    def typer(context, shape, x):
+        tile = types.UniTuple(kind, shape.count)
+
+        def generate(context, b, sig, args):
+            out = [load(b, args[1], ir.Constant(I64, 16 * r), kind.ir.element, kind.ir) for r in range(shape.count)]
+            return context.make_tuple(b, sig.return_type, out)
+
+        return tile(shape, i64t), generate
+
+    return typer
+
+
+@intrinsic
+def tile_load_i32(context, shape, x):
+    """x [R][16] int32, R that of the tuple `shape`."""
+    return _loaded(i32x16)(context, shape, x)
+
+
+@intrinsic
+def tile_load_f32(context, shape, x):
+    return _loaded(f32x16)(context, shape, x)
+
+
 @intrinsic
 def zeros_like(context, shape):
     """A tile of zero vectors as long as the tuple `shape`, whose length is part of its type."""
@@ -72,6 +96,15 @@ def zeros_like(context, shape):
 
 
 # -- integer sums
+
+
+@intrinsic
+def tile_sum(context, t, u):
+    def generate(context, b, sig, args):
+        pairs = zip(*(vectors(b, sig.args[0], tile) for tile in args), strict=True)
+        return context.make_tuple(b, sig.return_type, [b.add(v, w) for v, w in pairs])
+
+    return t(t, t), generate
 
 
 @intrinsic
@@ -128,15 +161,21 @@ def tile_store(context, tile, x, i, stride):
     return types.void(tile, i64t, i64t, i64t), generate
 
 
-def _accumulate(b, kind, tile, scale, d, acc, m, addend):
-    """acc[m + r] = float(tile[r]) * scale * d[m + r] + addend(r, acc[m + r]); acc rows of 16 floats."""
-    for r, v in enumerate(vectors(b, kind, tile)):
-        at = b.add(m, ir.Constant(I64, r))
-        row = b.mul(at, ir.Constant(I64, 16))
-        scaled = b.fmul(b.sitofp(v, f32x16.ir), scale)
-        by = splat_value(b, load(b, d, at, F32), 16)
-        old = addend(at, load(b, acc, row, F32, f32x16.ir))
-        store(b, call(b, "llvm.fma.v16f32", f32x16.ir, scaled, by, old), acc, row, F32)
+def _plus_scaled(b, old, v, scale, d, at):
+    """old + float(v) * scale * d[at]."""
+    scaled = b.fmul(b.sitofp(v, f32x16.ir), scale)
+    return call(b, "llvm.fma.v16f32", f32x16.ir, scaled, splat_value(b, load(b, d, at, F32), 16), old)
+
+
+def _plus_minimum(b, old, minimum, s, at):
+    """old + minimum * s[at]."""
+    return call(b, "llvm.fma.v16f32", f32x16.ir, minimum, splat_value(b, load(b, s, at, F32), 16), old)
+
+
+def _in_memory(b, acc, at, step):
+    """acc[at] = step(acc[at]), a row of 16 floats."""
+    row = b.mul(at, ir.Constant(I64, 16))
+    store(b, step(load(b, acc, row, F32, f32x16.ir)), acc, row, F32)
 
 
 @intrinsic
@@ -145,7 +184,9 @@ def add_scaled(context, tile, scale, d, acc, m):
 
     def generate(context, b, sig, args):
         tile, scale, d, acc, m = args
-        _accumulate(b, sig.args[0], tile, scale, d, acc, m, lambda at, old: old)
+        for r, v in enumerate(vectors(b, sig.args[0], tile)):
+            at = b.add(m, ir.Constant(I64, r))
+            _in_memory(b, acc, at, lambda old, v=v, at=at: _plus_scaled(b, old, v, scale, d, at))
         return context.get_dummy_value()
 
     return types.void(tile, f32x16, i64t, i64t, i64t), generate
@@ -157,12 +198,46 @@ def add_affine(context, tile, scale, minimum, d, s, acc, m):
 
     def generate(context, b, sig, args):
         tile, scale, minimum, d, s, acc, m = args
+        for r, v in enumerate(vectors(b, sig.args[0], tile)):
+            at = b.add(m, ir.Constant(I64, r))
 
-        def with_minimum(at, old):
-            sums = splat_value(b, load(b, s, at, F32), 16)
-            return call(b, "llvm.fma.v16f32", f32x16.ir, minimum, sums, old)
+            def step(old, v=v, at=at):
+                return _plus_scaled(b, _plus_minimum(b, old, minimum, s, at), v, scale, d, at)
 
-        _accumulate(b, sig.args[0], tile, scale, d, acc, m, with_minimum)
+            _in_memory(b, acc, at, step)
         return context.get_dummy_value()
 
     return types.void(tile, f32x16, f32x16, i64t, i64t, i64t, i64t), generate
+
+
+# -- the same where the sums of floats stay in registers
+
+
+@intrinsic
+def plus_scaled(context, sums, tile, scale, d):
+    """sums[r] + tile[r] * scale * d[r]."""
+
+    def generate(context, b, sig, args):
+        sums, tile, scale, d = args
+        out = [
+            _plus_scaled(b, old, v, scale, d, ir.Constant(I64, r))
+            for r, (old, v) in enumerate(zip(vectors(b, sig.args[0], sums), vectors(b, sig.args[1], tile), strict=True))
+        ]
+        return context.make_tuple(b, sig.return_type, out)
+
+    return sums(sums, tile, f32x16, i64t), generate
+
+
+@intrinsic
+def plus_affine(context, sums, tile, scale, minimum, d, s):
+    """sums[r] + tile[r] * scale * d[r] + minimum * s[r]."""
+
+    def generate(context, b, sig, args):
+        sums, tile, scale, minimum, d, s = args
+        out = []
+        for r, (old, v) in enumerate(zip(vectors(b, sig.args[0], sums), vectors(b, sig.args[1], tile), strict=True)):
+            at = ir.Constant(I64, r)
+            out.append(_plus_scaled(b, _plus_minimum(b, old, minimum, s, at), v, scale, d, at))
+        return context.make_tuple(b, sig.return_type, out)
+
+    return sums(sums, tile, f32x16, f32x16, i64t, i64t), generate

@@ -1,7 +1,7 @@
 """Reading packed weights: 64 bytes are 4 k of 16 rows. See packing.py for the formats.
 
-Owns where a group's vectors and scales lie in a block of 16 rows, and how its bits become bytes. It must not know what
-they are multiplied with.
+Owns where a group's vectors and scales lie in a block of 16 rows, and how its bits become bytes: `q4_1(w, g)` and so on
+give group g of the block at w. It must not know what it is multiplied with.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
@@ -12,7 +12,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from minserve.backend.numba_backend.jit import inlined
-from minserve.backend.numba_backend.simd_memory import load_u8
+from minserve.backend.numba_backend.simd_memory import load_bytes, load_f16, load_signed, load_u8
 from minserve.backend.numba_backend.simd_types import I8, Bytes, constant, op, u4x64, u8x64
 
 # -- where a group lies
@@ -104,3 +104,58 @@ def six_bits(a, b, c, d, h):
 def whole_bytes(w):
     a, b, c, d = load_u8(w, 0), load_u8(w, 64), load_u8(w, 128), load_u8(w, 192)
     return (a, b, c, d, load_u8(w, 256), load_u8(w, 320), load_u8(w, 384), load_u8(w, 448))
+
+
+# -- a group: its weights, its scale, and its minimum if the format has minima
+
+
+@inlined
+def q4_0(w, g):
+    v, s = group_at(w, g, 256, 32)
+    return nibbles(v), load_f16(s, 0)
+
+
+@inlined
+def q4_1(w, g):
+    v, s = group_at(w, g, 256, 64)
+    return nibbles(v), load_f16(s, 0), load_f16(s, 16)
+
+
+@inlined
+def q5_0(w, g):
+    v, s = group_at(w, g, 320, 32)
+    return five_bits(v), load_f16(s, 0)
+
+
+@inlined
+def q5_1(w, g):
+    v, s = group_at(w, g, 320, 64)
+    return five_bits(v), load_f16(s, 0), load_f16(s, 16)
+
+
+@inlined
+def q8_0(w, g):
+    v, s = group_at(w, g, 512, 32)
+    return whole_bytes(v), load_f16(s, 0)
+
+
+@inlined
+def q4_k(w, g):
+    v, s, f = k_group_at(w, g, 256)
+    return nibbles(v), load_bytes(s, 0) * load_f16(f, 0), load_bytes(s, 16) * load_f16(f, 16)
+
+
+@inlined
+def q5_k(w, g):
+    v, s, f = k_group_at(w, g, 320)
+    return five_bits(v), load_bytes(s, 0) * load_f16(f, 0), load_bytes(s, 16) * load_f16(f, 16)
+
+
+@inlined
+def q6_k(w, g):
+    """Two groups of 16: weights and scale of the first, weights and scale of the second."""
+    w6, s, f = k_group_at(w, g, 384)
+    v, factor = nibbles(w6), load_f16(f, 0)
+    first = six_bits(v[0], v[1], v[2], v[3], load_u8(w6, 256))
+    second = six_bits(v[4], v[5], v[6], v[7], load_u8(w6, 320))
+    return first, load_signed(s, 0) * factor, second, load_signed(s, 16) * factor
