@@ -29,10 +29,22 @@ def program(name: str) -> str:
         if not FOLDER.exists():
             _fetch()
         options = ["-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DLLAMA_CURL=OFF", "-DLLAMA_BUILD_TESTS=OFF"]
-        options += ["-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_BUILD_UI=OFF", "-DLLAMA_OPENSSL=OFF"]
+        options += ["-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_BUILD_UI=OFF", "-DLLAMA_OPENSSL=OFF", *_compiler()]
         sh("cmake", "-B", "build", *options, cwd=FOLDER)
         sh("cmake", "--build", "build", "--target", name, "-j", str(os.cpu_count()), cwd=FOLDER)
     return str(binary)
+
+
+def _compiler() -> list[str]:
+    """Beside AMX, gcc before 13 drops the stores of a tile's shape, and the program ends with SIGILL: then Clang."""
+    version = subprocess.run(["gcc", "-dumpversion"], capture_output=True, text=True).stdout.split(".")[0]
+    cpu = Path("/proc/cpuinfo")
+    if not (version.isdigit() and int(version) < 13 and cpu.exists() and "amx_tile" in cpu.read_text()):
+        return []
+    for number in range(25, 15, -1):
+        if shutil.which(f"clang-{number}"):
+            return [f"-DCMAKE_C_COMPILER=clang-{number}", f"-DCMAKE_CXX_COMPILER=clang++-{number}"]
+    sys.exit("llama.cpp needs gcc 13 or Clang on this processor: apt-get install clang-19 libomp-19-dev")
 
 
 def _fetch() -> None:
