@@ -37,7 +37,7 @@ def program(name: str) -> str:
 
 def _compiler() -> list[str]:
     """Beside AMX, gcc before 13 drops the stores of a tile's shape, and the program ends with SIGILL: then Clang."""
-    version = subprocess.run(["gcc", "-dumpversion"], capture_output=True, text=True).stdout.split(".")[0]
+    version = subprocess.run(["gcc", "-dumpversion"], capture_output=True, text=True).stdout.partition(".")[0].strip()
     cpu = Path("/proc/cpuinfo")
     if not (version.isdigit() and int(version) < 13 and cpu.exists() and "amx_tile" in cpu.read_text()):
         return []
