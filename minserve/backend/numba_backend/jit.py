@@ -51,6 +51,12 @@ def cpu_name() -> str:
     return numba.config.CPU_NAME or llvm.get_host_cpu_name()
 
 
+def is_zen() -> bool:
+    """Whether code is generated for an AMD Zen. Constants that depend on how a CPU fetches ahead, or on what its
+    instructions cost, come in two: measured there, and measured on an Intel (Sapphire Rapids), for all others."""
+    return cpu_name().startswith("znver")
+
+
 def machine() -> str:
     """The architecture that code is generated for: x86_64, aarch64, ..."""
     return str(llvm.get_process_triple().split("-")[0])

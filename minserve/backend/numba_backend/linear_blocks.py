@@ -12,14 +12,15 @@ from __future__ import annotations
 from typing import Any
 
 from minserve.backend.numba_backend.dot import bf16_tile
-from minserve.backend.numba_backend.jit import bound, inlined
+from minserve.backend.numba_backend.jit import bound, inlined, is_zen
 from minserve.backend.numba_backend.linear_groups import DOTS_BY_MODE, affine, symmetric
 from minserve.backend.numba_backend.simd_memory import load_u8, prefetch
 from minserve.backend.numba_backend.tile import tile_store, zeros_f32
 from minserve.backend.numba_backend.unpack import q4_0, q4_1, q4_k, q5_0, q5_1, q5_k, q6_k, q8_0
 
-AHEAD = 6400  # bytes; from 1 to 16 KB hardly different
-FEW, FEW_BF16 = 2, 4  # tokens up to which memory is what limits: fetching ahead then costs more than it saves
+# How far weights are fetched ahead, in bytes, and beside more than how many tokens. Up to FEW, memory is what limits a
+# Zen 4, and fetching ahead costs more than it saves; an Intel's own prefetching stops at every page of 4 KB.
+AHEAD, FEW, FEW_BF16 = (6400, 2, 4) if is_zen() else (10240, 0, 0)
 
 
 @inlined
