@@ -11,7 +11,7 @@ KV cache     [run of blocks][layer][kv head][K, V][RUN blocks] of 2 * BLOCK * D 
              to come by.
 Activations  as a linear layer reads them, in tiles of TILE tokens (the last one shorter, n tokens):
              integers p: bytes q [K/32][n][mode] that stand for them, then per group and token [K/32][n]: scale
-             (float32), scale * sum of p (float32), -sum of p, -sum of the first 16 p (int32). bfloat16: [K/2][n][2].
+             (float32), scale * sum of p (float32), -sum of p, -sum of the first 16 p (int32). bfloat16: [K/32][n][32].
 Float rows   [rows][width] float32, width a multiple of 64; columns beyond the logical ones hold zeros.
 """
 

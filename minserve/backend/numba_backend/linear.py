@@ -12,27 +12,24 @@ Owns the kernel: which rows a thread computes, where, and what becomes of their 
 
 from __future__ import annotations
 
-from minserve.backend.numba_backend.amx import HAS_AMX, begin_matrices, end_matrices
 from minserve.backend.numba_backend.dot import align_stack
 from minserve.backend.numba_backend.jit import Kernel, inlined, variant
 from minserve.backend.numba_backend.layout import AS_BF16, AS_INT8, AS_INT12, AS_INT16, GROUP, TILE, row_bytes
-from minserve.backend.numba_backend.linear_blocks import FORMS, bf16_block, vector_block
+from minserve.backend.numba_backend.linear_blocks import FORMS
 from minserve.backend.numba_backend.linear_groups import DOTS_BY_MODE
-from minserve.backend.numba_backend.linear_matrix import matrix_block, operand_bytes
+from minserve.backend.numba_backend.linear_matrix import end, unit
 from minserve.backend.numba_backend.mathlib import F, activate, share
 from minserve.backend.numba_backend.quantize import quantize_group
 from minserve.backend.numba_backend.simd_math import splat
 from minserve.backend.numba_backend.simd_memory import i64, load_f32, store_f32
 
-MANY = 12  # tokens from which on the matrix unit is worth its while, where there is one
-
 
 @inlined
-def linear(tid, threads, rows, p, few, many, k):
+def linear(tid, threads, rows, p, begin, block):
     """out[:, 16 b : 16 b + 16] for this thread's row blocks b, its share of `units` equal parts of `unit` blocks.
 
-    x: activations, or this thread's own copy of one row. few, many: what multiplies a block of 16 rows with fewer than
-    MANY tokens, or more; k: bytes of a token that meet a group's weights in the matrix unit, 0: never.
+    x: activations, or this thread's own copy of one row. block: what multiplies 16 rows of weights with a tile of
+    tokens; begin: what comes before.
 
     kind 0: out = sum + bias + residual (either may be 0). kind 1, 2: row blocks alternate between gate and up, and
     out = act(gate) * up; with a mode for the output, it is rounded for the next layer: 2 x 2 row blocks make a group.
@@ -47,8 +44,7 @@ def linear(tid, threads, rows, p, few, many, k):
     u0, u1 = share(units, tid, threads)
     b0 = blocks if u0 == units else u0 * unit
     b1 = blocks if u1 == units else u1 * unit  # padding belongs to the last unit
-    if HAS_AMX and k and rows >= MANY:
-        begin_matrices(k)
+    begin(rows)
     together = 1 if kind == 0 else (2 if out_mode == 0 else 4)
     for m0 in range(0, rows, TILE):
         n = min(TILE, rows - m0)
@@ -58,11 +54,7 @@ def linear(tid, threads, rows, p, few, many, k):
                 sums = acc + i * (TILE * 64)
                 for m in range(n):
                     store_f32(sums, m * 16, splat(F(0)))
-                rows_at = w + (b * together + i) * block_bytes
-                if HAS_AMX and k and n >= MANY:
-                    many(rows_at, cols // GROUP, n, tile, sums)
-                else:
-                    few(rows_at, cols // GROUP, n, tile, sums)
+                block(w + (b * together + i) * block_bytes, cols // GROUP, n, tile, sums)
             if kind == 0:
                 finish(out, m0 * stride + b * 16, stride, n, acc, bias, residual, b)
             elif out_mode == 0:
@@ -71,8 +63,7 @@ def linear(tid, threads, rows, p, few, many, k):
                 finish_quantized(
                     kind, out + m0 * row_bytes(stride, out_mode), stride, n, acc, bias, b, out_mode, halves
                 )
-    if HAS_AMX and k and rows >= MANY:
-        end_matrices()
+    end()
 
 
 @inlined
@@ -115,7 +106,7 @@ FIELDS = (
 
 
 def _linear(tid, threads, rows, p):
-    linear(tid, threads, rows, p, OF_FEW, OF_MANY, K)  # noqa: F821  (bound by variant)
+    linear(tid, threads, rows, p, BEGIN, BLOCK)  # noqa: F821  (bound by variant)
 
 
 def modes(form: str) -> tuple[int, int]:
@@ -125,16 +116,11 @@ def modes(form: str) -> tuple[int, int]:
     return AS_INT8, AS_INT12 if form.startswith("q4") else AS_INT16
 
 
-LINEAR: dict[tuple[str, int], Kernel] = {  # by format and mode of the activations
-    (form, mode): variant(
-        _linear,
-        FIELDS,
-        f"linear_{form}_{DOTS_BY_MODE[mode][0]}",
-        OF_FEW=vector_block(form, mode),
-        OF_MANY=matrix_block(form, mode),
-        K=operand_bytes(form, mode),
-    )
-    for form in FORMS
-    for mode in modes(form)
-}
-LINEAR["bf16", AS_BF16] = variant(_linear, FIELDS, "linear_bf16", OF_FEW=bf16_block, OF_MANY=bf16_block, K=0)
+def _kernel(form: str, mode: int) -> Kernel:
+    begin, block = unit(form, mode)
+    name = f"linear_{form}" if mode == AS_BF16 else f"linear_{form}_{DOTS_BY_MODE[mode][0]}"
+    return variant(_linear, FIELDS, name, BEGIN=begin, BLOCK=block)
+
+
+LINEAR = {(form, mode): _kernel(form, mode) for form in (*FORMS, "bf16") for mode in modes(form)}
+"""Kernels by format and mode of the activations."""

@@ -73,30 +73,33 @@ def halves_block(w, groups, n, x, acc):
 
 @inlined
 def bf16_block(w, groups, n, x, acc):
-    """Tokens in tiles of 16, 8, 4, 2 and 1, whose sums stay in registers. x: [K/2][n][2] bfloat16."""
+    """Tokens in tiles of 16, 8, 4, 2 and 1, whose sums stay in registers. x: [K/32][n][32] bfloat16."""
     m = 0
     while m + 16 <= n:
-        tile_store(bf16_dots(w, groups * 16, x + m * 4, n * 4, zeros_f32(16)), acc, m * 16, 16)
+        tile_store(bf16_dots(w, groups, n, x + m * 64, zeros_f32(16)), acc, m * 16, 16)
         m += 16
     if m + 8 <= n:
-        tile_store(bf16_dots(w, groups * 16, x + m * 4, n * 4, zeros_f32(8)), acc, m * 16, 16)
+        tile_store(bf16_dots(w, groups, n, x + m * 64, zeros_f32(8)), acc, m * 16, 16)
         m += 8
     if m + 4 <= n:
-        tile_store(bf16_dots(w, groups * 16, x + m * 4, n * 4, zeros_f32(4)), acc, m * 16, 16)
+        tile_store(bf16_dots(w, groups, n, x + m * 64, zeros_f32(4)), acc, m * 16, 16)
         m += 4
     if m + 2 <= n:
-        tile_store(bf16_dots(w, groups * 16, x + m * 4, n * 4, zeros_f32(2)), acc, m * 16, 16)
+        tile_store(bf16_dots(w, groups, n, x + m * 64, zeros_f32(2)), acc, m * 16, 16)
         m += 2
     if m < n:
-        tile_store(bf16_dots(w, groups * 16, x + m * 4, n * 4, zeros_f32(1)), acc, m * 16, 16)
+        tile_store(bf16_dots(w, groups, n, x + m * 64, zeros_f32(1)), acc, m * 16, 16)
 
 
 @inlined
-def bf16_dots(w, pairs, x, step, tile):
-    for k in range(pairs):
-        if len(tile) > FEW_BF16:
-            prefetch(w + k * 64 + AHEAD)
-        tile = bf16_tile(tile, load_u8(w, k * 64), x, k * step, 1)
+def bf16_dots(w, groups, n, x, tile):
+    for _ in range(groups):
+        for k in range(16):
+            if len(tile) > FEW_BF16:
+                prefetch(w + k * 64 + AHEAD)
+            tile = bf16_tile(tile, load_u8(w, k * 64), x, k * 4, 16)
+        w += 16 * 64
+        x += n * 64
     return tile
 
 

@@ -19,10 +19,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from minserve.backend.numba_backend.amx import matrix_products, room, store_weights, times_16
+from minserve.backend.numba_backend.amx import (
+    HAS_AMX,
+    begin_bf16_matrices,
+    begin_matrices,
+    bf16_add,
+    bf16_clear,
+    bf16_store,
+    end_matrices,
+    matrix_products,
+    room,
+    store_weights,
+    times_16,
+)
 from minserve.backend.numba_backend.jit import bound, inlined
-from minserve.backend.numba_backend.layout import AS_INT8, AS_INT12, AS_INT16
-from minserve.backend.numba_backend.linear_blocks import FORMS, fetch_ahead, parts
+from minserve.backend.numba_backend.layout import AS_BF16, AS_INT8, AS_INT12, AS_INT16
+from minserve.backend.numba_backend.linear_blocks import FORMS, bf16_block, fetch_ahead, parts, vector_block
 from minserve.backend.numba_backend.simd_memory import load_f32, store_f32
 from minserve.backend.numba_backend.tile import (
     plus_affine,
@@ -37,6 +49,7 @@ from minserve.backend.numba_backend.tile import (
     zeros_i32,
 )
 
+MANY = 12  # tokens from which on the matrix unit is worth its while beside weights of integers
 ENTRIES = 24  # of a panel: 21 KB, which the L1 cache holds beside the tokens
 OPERAND = 2 * 64  # bytes of an entry before its weights
 ENTRY = OPERAND + 12 * 64
@@ -186,16 +199,80 @@ def block(w, groups, n, x, acc):
                 TILE(zeros_i32(8), panel, count, n, tokens, acc + m * 64)
 
 
+# -- bfloat16: weights are operands as they lie, and sums need no scale. It serves one token too, so that results never
+#    depend on how many there are: the unit adds up in an order of its own.
+
+
+@inlined
+def bf16_matrix_block(w, groups, n, x, acc):
+    m = 0
+    while m < n:
+        left = n - m
+        if left > 32:
+            bf16_matrix(zeros_i32(4), w, groups, n, x + m * 64, acc + m * 64)
+            m += 64
+        elif left > 16:
+            bf16_matrix(zeros_i32(2), w, groups, n, x + m * 64, acc + m * 64)
+            m += 32
+        else:
+            bf16_matrix(zeros_i32(1), w, groups, n, x + m * 64, acc + m * 64)
+            m += 16
+
+
+@inlined
+def bf16_matrix(tiles, w, groups, n, x, acc):
+    bf16_clear(tiles)
+    for g in range(groups):
+        fetch_ahead(w, g, n, 1024)
+        bf16_add(tiles, w + g * 1024, x + g * n * 64)
+    bf16_store(tiles, acc)
+
+
+# -- which unit does it. begin(rows) comes before the blocks of a kernel, end() after them.
+
+
+@inlined
+def end():
+    if HAS_AMX:
+        end_matrices()
+
+
+@inlined
+def no_unit(rows):
+    pass
+
+
+@inlined
+def begin_bf16(rows):
+    begin_bf16_matrices(min(rows, 16))
+
+
+def begin_integers(rows):
+    if rows >= MANY:
+        begin_matrices(BYTES)
+
+
+def either_block(w, groups, n, x, acc):
+    if n >= MANY:
+        MATRIX(w, groups, n, x, acc)
+    else:
+        VECTORS(w, groups, n, x, acc)
+
+
 def matrix_block(form: str, mode: int) -> Any:
-    """The block for weights of a format and activations of a mode."""
+    """The block of the matrix unit for weights of a format and activations of a mode."""
     kind, bindings = FORMS[form]
     each, unpack, tile = KINDS[kind]
     bindings = bindings | BY_MODE[mode] | {"MODE": mode, "COUNT": ENTRIES // each}
     return bound(block, UNPACK=bound(unpack, **bindings), TILE=bound(tile, **bindings), **bindings)
 
 
-def operand_bytes(form: str, mode: int) -> int:
-    """Bytes of a token that an entry's weights meet at a time."""
-    if FORMS[form][0] == "halves":
-        return 16
-    return AS_INT12 if mode == AS_INT12 else 32
+def unit(form: str, mode: int) -> tuple[Any, Any]:
+    """(begin, block) for weights of a format and activations of a mode, as this processor does it best."""
+    if mode == AS_BF16:
+        return (begin_bf16, bf16_matrix_block) if HAS_AMX else (no_unit, bf16_block)
+    if not HAS_AMX:
+        return no_unit, vector_block(form, mode)
+    nbytes = 16 if FORMS[form][0] == "halves" else AS_INT12 if mode == AS_INT12 else 32  # that an entry meets at a time
+    block = bound(either_block, MATRIX=matrix_block(form, mode), VECTORS=vector_block(form, mode))
+    return bound(begin_integers, BYTES=nbytes), block

@@ -35,13 +35,13 @@ def tile_at(out, rows, m, cols, mode):
 
 @helper
 def quantize_row(x, out, rows, m, cols, mode, halves):
-    """Row m of `rows`, x [cols] (a multiple of 64; x may be overwritten) -> its place in the block at out."""
+    """Row m of `rows`, x [cols] (a multiple of 64) -> its place in the block at out."""
     tile, n, m = tile_at(out, rows, m, cols, mode)
     if mode == AS_BF16:
-        for k in range(0, cols, 16):  # in place: 16 floats become 16 halves in front of what is still to be read
-            store_bf16(x, k, load_f32(x, k))
-        for k in range(cols // 2):
-            set_i32(tile, k * n + m, i32(x, k))
+        for g in range(cols // GROUP):
+            at = tile + (g * n + m) * 2 * GROUP
+            store_bf16(at, 0, load_f32(x, g * 32))
+            store_bf16(at, 16, load_f32(x, g * 32 + 16))
     else:
         for g in range(cols // GROUP):
             quantize_group(load_f32(x, g * 32), load_f32(x, g * 32 + 16), tile, n, m, g, cols // GROUP, mode, halves)

@@ -14,9 +14,10 @@ import pytest
 from minserve.backend.numba_backend import amx, jit, linear, linear_matrix
 from minserve.backend.numba_backend.arena import aligned
 from minserve.backend.numba_backend.jit import Kernel, variant
-from minserve.backend.numba_backend.layout import BLOCK, TILE, activation_bytes
+from minserve.backend.numba_backend.layout import AS_BF16, BLOCK, TILE, activation_bytes
 from minserve.backend.numba_backend.linear import LINEAR, modes
 from minserve.backend.numba_backend.linear_blocks import FORMS, vector_block
+from minserve.backend.numba_backend.linear_matrix import MANY, no_unit
 from minserve.backend.numba_backend.packing import FORMATS, pack
 from minserve.backend.numba_backend.quantize import quantize
 from minserve.backend.tensor import Encoding
@@ -25,13 +26,13 @@ from tests.backend.numba.programs import tensor
 needs_amx = pytest.mark.skipif(not amx.HAS_AMX, reason="this processor has no matrix unit")
 BY_FORM = {form.name: encoding for encoding, form in FORMATS.items() if form.name in FORMS}
 ROWS = 48
-COUNTS = [*range(linear.MANY - 1, 34), 63, 64, 65, 64 + linear.MANY, 130]
+COUNTS = [*range(MANY - 1, 34), 63, 64, 65, 64 + MANY, 130]
 
 
 def by_vectors(form: str, mode: int) -> Kernel:
     """The same kernel without the matrix unit."""
     few: Any = vector_block(form, mode)
-    return variant(linear._linear, linear.FIELDS, f"linear_{form}_{mode}_by_vectors", OF_FEW=few, OF_MANY=few, K=0)
+    return variant(linear._linear, linear.FIELDS, f"linear_{form}_{mode}_by_vectors", BEGIN=no_unit, BLOCK=few)
 
 
 def call(kernel: Kernel, rows: int, **words: Any) -> None:
@@ -49,7 +50,7 @@ def rounded(x: npt.NDArray[np.float32], mode: int) -> npt.NDArray[np.uint8]:
     out[:] = 0xFF  # what lies behind the last token is not a number
     copy = aligned(x.nbytes).view(np.float32).reshape(x.shape)
     copy[:] = x
-    call(quantize, rows, out=out, x=copy, padded=cols, cols=cols, mode=mode, halves=1)
+    call(quantize, rows, out=out, own=out, x=copy, padded=cols, cols=cols, mode=mode, halves=1)
     return out
 
 
@@ -72,6 +73,24 @@ def test_matrix_unit_and_vector_units_agree_to_the_bit(form: str, mode: int) -> 
                 call(kernel, n, **words)
             assert np.isfinite(outs[0].view(np.float32)).all()
             np.testing.assert_array_equal(outs[0], outs[1], err_msg=f"{cols} columns, {n} tokens")
+
+
+@needs_amx
+def test_tokens_in_bfloat16_get_the_same_bits_alone_and_in_any_company() -> None:
+    """The unit adds up in an order of its own, so it does so for one token too."""
+    rng, cols, most = np.random.default_rng(1), 192, 130
+    weights = aligned(ROWS * cols * 2)
+    pack(tensor(rng, ROWS, cols, "BF16"), FORMATS[Encoding.BF16], weights.reshape(ROWS // 16, -1))
+    x = rng.normal(0, 3, (most, cols)).astype(np.float32)
+    bits = {}
+    for n in (1, 2, 15, 16, 17, 33, 48, 49, 64, 65, most):
+        out = aligned(n * ROWS * 4).view(np.float32).reshape(n, ROWS)
+        words = {"out": out, "x": rounded(x[:n], AS_BF16), "mode": AS_BF16, "weights": weights, "stride": ROWS}
+        words |= {"block_bytes": cols * 32, "blocks": ROWS // 16, "units": ROWS // 16, "unit": 1, "cols": cols}
+        call(LINEAR["bf16", AS_BF16], n, **words)
+        bits[n] = out.view(np.uint32)
+    for n in bits:
+        np.testing.assert_array_equal(bits[n], bits[most][:n], err_msg=f"{n} tokens")
 
 
 def test_room_for_tiles_that_are_not_full() -> None:
