@@ -10,10 +10,10 @@ Softmax with a running maximum: Milakov and Gimelshein 2018; tiles of keys: Flas
 
 from __future__ import annotations
 
-from minserve.backend.numba_backend.attention_chunk import attend_chunk, load_queries
+from minserve.backend.numba_backend.attention_chunk import PAIR, attend_chunk, load_queries
 from minserve.backend.numba_backend.attention_merge import merge_weights
-from minserve.backend.numba_backend.jit import merged
-from minserve.backend.numba_backend.layout import BLOCK, CHUNK, POSITIONS, TABLE_WIDTH, TABLES
+from minserve.backend.numba_backend.jit import inlined, merged
+from minserve.backend.numba_backend.layout import BLOCK, CHUNK, POSITIONS, STARTS, TABLE_WIDTH, TABLES
 from minserve.backend.numba_backend.mathlib import F
 from minserve.backend.numba_backend.simd_math import fma, hmax, splat
 from minserve.backend.numba_backend.simd_memory import f32, f64, i32, i64, load_f32, set_f32, set_i64, store_f32
@@ -30,12 +30,12 @@ def scratch(p, tid, n_rows, dim):
     totals = stats + n_rows * 8
     limits = totals + n_rows * 8
     weights = limits + n_rows * 16
-    return s, sums, total, stats, totals, limits, weights, weights + CHUNK * n_rows * 32
+    return s, sums, total, stats, totals, limits, weights, weights + CHUNK * n_rows * 8 * PAIR
 
 
 def scratch_bytes(rows: int, dim: int) -> int:
     """The most that `scratch` takes for tiles of up to so many rows."""
-    return rows * (CHUNK * 64 + 2 * dim * 4 + 16 + 16 + CHUNK * 32 + dim * 2) + 64 * 8
+    return rows * (CHUNK * 64 + 2 * dim * 4 + 16 + 16 + CHUNK * 8 * PAIR + dim // 2 * PAIR) + 64 * 8
 
 
 @merged
@@ -90,6 +90,14 @@ def finish(p, task, sums, stats, total, totals):
             set_f32(place, dim + 1, f32(stats, 2 * row + 1))
 
 
+@inlined
+def chunk_at(p, r, h, c, last):
+    """Keys and block ids of chunk c of request r, whose keys end before block `last`, and how many blocks it has."""
+    dim, blocks, batch = i64(p, 6), i64(p, 8), i64(p, 9)
+    keys = i64(p, 7) + h * blocks * BLOCK * dim * 4
+    return keys, i64(batch, TABLES) + (r * i64(batch, TABLE_WIDTH) + c * CHUNK) * 4, min(CHUNK, last - c * CHUNK)
+
+
 @merged
 def attend(shape, task, following, p, tid):
     """One task: `tokens` tokens of request r from token t on, kv head h, chunks of keys c0..c1; part >= 0: leave the
@@ -97,20 +105,20 @@ def attend(shape, task, following, p, tid):
     a value, lest LLVM unroll every loop over them, which takes it many seconds and gains nothing. following: request,
     kv head and chunk of the task that follows; request -1: none."""
     r, t, tokens, h, c0, c1, part, n_rows = task
-    dim, keys, blocks, batch, mask = i64(p, 6), i64(p, 7), i64(p, 8), i64(p, 9), i64(p, 13)
-    cap = F(f64(p, 15))
-    table = i64(batch, TABLES) + r * i64(batch, TABLE_WIDTH) * 4
+    dim, blocks, batch, mask, cap = i64(p, 6), i64(p, 8), i64(p, 9), i64(p, 13), F(f64(p, 15))
+    starts, positions = i64(batch, STARTS), i64(batch, POSITIONS)
+    last = i32(positions, t + tokens - 1) // BLOCK + 1
+    keys, table, _ = chunk_at(p, r, h, 0, last)
+    cache, follower = (keys, keys + blocks * BLOCK * dim * 2, table), (keys, table, 0)
     next_r, next_h, next_c = following
-    follower = keys + next_h * blocks * BLOCK * dim * 4 if next_r >= 0 else 0
-    follower_table = i64(batch, TABLES) + (next_r * i64(batch, TABLE_WIDTH) + next_c * CHUNK) * 4
-    keys += h * blocks * BLOCK * dim * 4
-    cache, ahead = (keys, keys + blocks * BLOCK * dim * 2, table), (follower, follower_table)
+    if next_r >= 0:
+        follower = chunk_at(p, next_r, next_h, next_c, i32(positions, i32(starts, next_r)) // BLOCK + 1)
     s, sums, total, stats, totals, limits, weights, q = scratch(p, tid, n_rows, dim)
     start(p, task, q, limits, total, totals, sums)
-    last = i32(i64(batch, POSITIONS), t + tokens - 1) // BLOCK + 1
     for c in range(c0, c1):
+        after = chunk_at(p, r, h, c + 1, last) if c + 1 < c1 else follower
         b0, b1 = c * CHUNK, min(last, (c + 1) * CHUNK)
-        attend_chunk(shape, n_rows, q, cache, b0, b1, dim, limits, cap, mask, s, weights, sums, stats, ahead)
+        attend_chunk(shape, n_rows, q, cache, b0, b1, dim, limits, cap, mask, s, weights, sums, stats, after)
         if part < 0:
             fold(n_rows, dim, b0, b1, limits, sums, stats, total, totals)
     finish(p, task, sums, stats, total, totals)

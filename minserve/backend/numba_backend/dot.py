@@ -2,9 +2,10 @@
 
 `dot_tile` multiplies unsigned bytes (weights) with signed bytes (activations) into int32: vpdpbusd with AVX-512 VNNI;
 with AVX2 vpmaddubsw, or vpmaddwd for weights of 8 bits; plain widening arithmetic elsewhere. The integers are the same.
-`bf16_tile` multiplies pairs of bfloat16 into float32: vdpbf16ps, or two fused multiply-adds elsewhere.
+`bf16_tile` multiplies pairs of bfloat16 into float32: vdpbf16ps, or two fused multiply-adds elsewhere. `float_tile`
+takes pairs of float32 on one side and is always two fused multiply-adds.
 
-Both go through a tile (tile.py), whose R chains hide the instruction's latency.
+All go through a tile (tile.py), whose R chains hide the instruction's latency.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, no-any-return, misc"
@@ -19,6 +20,7 @@ from numba.extending import intrinsic
 
 from minserve.backend.numba_backend.jit import cpu_has
 from minserve.backend.numba_backend.simd_types import (
+    F32,
     HAS_BF16,
     I8,
     I16,
@@ -159,13 +161,15 @@ def _dpbf16(b, acc, weights, x):
         pairs = ir.VectorType(BFloat(), 32)
         args = (acc, b.bitcast(w, pairs), b.bitcast(x, pairs))
         return call(b, "llvm.x86.avx512bf16.dpbf16ps.512", f32x16.ir, *args)
-    for low in (True, False):
-        parts = []
-        for v in (w, x):
-            bits = b.shl(v, constant(I32, 16, 16)) if low else b.and_(v, constant(I32, 16, 0xFFFF0000 - (1 << 32)))
-            parts.append(b.bitcast(bits, f32x16.ir))
+    for parts in zip(_widened(b, w), _widened(b, x), strict=True):
         acc = call(b, "llvm.fma.v16f32", f32x16.ir, *parts, acc)
     return acc
+
+
+def _widened(b, pairs):
+    """The first and the second of 16 pairs of bfloat16, as float32."""
+    halves = b.shl(pairs, constant(I32, 16, 16)), b.and_(pairs, constant(I32, 16, 0xFFFF0000 - (1 << 32)))
+    return [b.bitcast(half, f32x16.ir) for half in halves]
 
 
 @intrinsic
@@ -199,6 +203,23 @@ def bf16_tile(context, acc, w, x, i, stride):
         for r, acc_r in enumerate(accs):
             pair = load(b, x, b.add(i, b.mul(stride, ir.Constant(I64, 4 * r))), I8, I32)
             accs[r] = _dpbf16(b, acc_r, w, pair)
+        return context.make_tuple(b, sig.return_type, accs)
+
+    return acc(acc, u8x64, i64t, i64t, i64t), generate
+
+
+@intrinsic
+def float_tile(context, acc, w, x, i, stride):
+    """The same with pairs of float32: acc[r] += w . x[i + 8 * r * stride]."""
+
+    def generate(context, b, sig, args):
+        accs = vectors(b, sig.args[0], args[0])
+        _, w, x, i, stride = args
+        for k, half in enumerate(_widened(b, b.bitcast(w, i32x16.ir))):
+            for r, acc_r in enumerate(accs):
+                at = b.add(i, b.add(b.mul(stride, ir.Constant(I64, 8 * r)), ir.Constant(I64, 4 * k)))
+                number = splat_value(b, b.bitcast(load(b, x, at, I8, I32), F32), 16)
+                accs[r] = call(b, "llvm.fma.v16f32", f32x16.ir, half, number, acc_r)
         return context.make_tuple(b, sig.return_type, accs)
 
     return acc(acc, u8x64, i64t, i64t, i64t), generate
