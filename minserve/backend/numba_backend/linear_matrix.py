@@ -21,24 +21,24 @@ from typing import Any
 
 from minserve.backend.numba_backend.amx import (
     HAS_AMX,
-    begin_bf16_matrices,
+    UNUSED,
+    add_products,
     begin_matrices,
-    bf16_add,
-    bf16_clear,
-    bf16_store,
+    clear_matrix,
     end_matrices,
-    matrix_products,
-    room,
-    store_weights,
-    times_16,
+    load_matrix,
+    store_matrix,
 )
 from minserve.backend.numba_backend.jit import bound, inlined
 from minserve.backend.numba_backend.layout import AS_BF16, AS_INT8, AS_INT12, AS_INT16
+from minserve.backend.numba_backend.linear_bf16 import begin_bf16, bf16_matrix_block
 from minserve.backend.numba_backend.linear_blocks import FORMS, bf16_block, fetch_ahead, parts, vector_block
 from minserve.backend.numba_backend.simd_memory import load_f32, store_f32
+from minserve.backend.numba_backend.simd_types import room
 from minserve.backend.numba_backend.tile import (
     plus_affine,
     plus_scaled,
+    store_all,
     tile_bias,
     tile_load_f32,
     tile_load_i32,
@@ -48,6 +48,7 @@ from minserve.backend.numba_backend.tile import (
     tile_unbias,
     zeros_i32,
 )
+from minserve.backend.numba_backend.unpack import times_16
 
 MANY = 12  # tokens from which on the matrix unit is worth its while beside weights of integers
 ENTRIES = 24  # of a panel: 21 KB, which the L1 cache holds beside the tokens
@@ -56,6 +57,7 @@ ENTRY = OPERAND + 12 * 64
 PANEL = (ENTRIES + 1) * ENTRY  # the last entry is followed by one whose products nobody reads
 PRODUCTS = 16 * 64  # bytes of a tile of products
 ROOM = 2 * PRODUCTS
+SUMS, TOKENS, FEW_SUMS, FEW_TOKENS, WEIGHTS = 0, 1, 2, 3, 4  # registers
 
 # -- by mode: weights as an operand, the products of an entry, their sums
 
@@ -72,13 +74,24 @@ def low_raised(v):
 
 @inlined
 def multiply(shape, weights, tokens, stride, out):
-    matrix_products(shape, weights, tokens, stride, out)
+    """out [R][16] int32 = tokens [R][bytes of an entry] . weights, R the length of `shape`: 16 or 8."""
+    load_matrix(WEIGHTS, weights, 64)
+    if len(shape) == 16:
+        clear_matrix(SUMS)
+        load_matrix(TOKENS, tokens, stride)
+        add_products(SUMS, TOKENS, WEIGHTS)
+        store_matrix(SUMS, out, 64)
+    else:
+        clear_matrix(FEW_SUMS)
+        load_matrix(FEW_TOKENS, tokens, stride)
+        add_products(FEW_SUMS, FEW_TOKENS, WEIGHTS)
+        store_matrix(FEW_SUMS, out, 64)
 
 
 @inlined
 def multiply_both(shape, weights, tokens, stride, out):
-    matrix_products(shape, weights, tokens, stride, out)
-    matrix_products(shape, weights, tokens + 32, stride, out + PRODUCTS)
+    multiply(shape, weights, tokens, stride, out)
+    multiply(shape, weights, tokens + 32, stride, out + PRODUCTS)
 
 
 @inlined
@@ -105,7 +118,7 @@ BY_MODE: dict[int, dict[str, Any]] = {
 @inlined
 def keep(weights, scale, entry):
     store_f32(entry, 0, scale)
-    store_weights(weights, entry + OPERAND)
+    store_all(weights, entry + OPERAND)
 
 
 def affine_entry(w, g, entry):
@@ -199,35 +212,6 @@ def block(w, groups, n, x, acc):
                 TILE(zeros_i32(8), panel, count, n, tokens, acc + m * 64)
 
 
-# -- bfloat16: weights are operands as they lie, and sums need no scale. It serves one token too, so that results never
-#    depend on how many there are: the unit adds up in an order of its own.
-
-
-@inlined
-def bf16_matrix_block(w, groups, n, x, acc):
-    m = 0
-    while m < n:
-        left = n - m
-        if left > 32:
-            bf16_matrix(zeros_i32(4), w, groups, n, x + m * 64, acc + m * 64)
-            m += 64
-        elif left > 16:
-            bf16_matrix(zeros_i32(2), w, groups, n, x + m * 64, acc + m * 64)
-            m += 32
-        else:
-            bf16_matrix(zeros_i32(1), w, groups, n, x + m * 64, acc + m * 64)
-            m += 16
-
-
-@inlined
-def bf16_matrix(tiles, w, groups, n, x, acc):
-    bf16_clear(tiles)
-    for g in range(groups):
-        fetch_ahead(w, g, n, 1024)
-        bf16_add(tiles, w + g * 1024, x + g * n * 64)
-    bf16_store(tiles, acc)
-
-
 # -- which unit does it. begin(rows) comes before the blocks of a kernel, end() after them.
 
 
@@ -242,14 +226,10 @@ def no_unit(rows):
     pass
 
 
-@inlined
-def begin_bf16(rows):
-    begin_bf16_matrices(min(rows, 16))
-
-
 def begin_integers(rows):
     if rows >= MANY:
-        begin_matrices(BYTES)
+        weights = BYTES // 4, 64
+        begin_matrices(((16, 64), (16, BYTES), (8, 64), (8, BYTES), weights, UNUSED, UNUSED, UNUSED))
 
 
 def either_block(w, groups, n, x, acc):

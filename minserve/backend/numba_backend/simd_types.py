@@ -104,6 +104,21 @@ def store(b, value, base, index, element):
     b.store(value, pointer(b, base, index, element, value.type), align=1)
 
 
+@intrinsic(prefer_literal=True)
+def room(context, nbytes):
+    """Address of so many bytes of the kernel's stack, a multiple of 64; nbytes must be a literal."""
+    if not isinstance(nbytes, types.IntegerLiteral):
+        return None
+
+    def generate(context, b, sig, args):
+        with b.goto_entry_block():  # unlike numba's own, not filled with zeros at every call
+            place = b.alloca(ir.ArrayType(I8, nbytes.literal_value))
+        place.align = 64
+        return b.ptrtoint(place, I64)
+
+    return i64t(nbytes), generate
+
+
 # -- declaring an operation
 
 

@@ -15,6 +15,7 @@ from numba.extending import intrinsic
 
 from minserve.backend.numba_backend.simd_types import (
     F32,
+    I8,
     I32,
     I64,
     call,
@@ -159,6 +160,18 @@ def tile_store(context, tile, x, i, stride):
         return context.get_dummy_value()
 
     return types.void(tile, i64t, i64t, i64t), generate
+
+
+@intrinsic
+def store_all(context, vs, x):
+    """x [vectors][64 bytes] = a tuple of Bytes."""
+
+    def generate(context, b, sig, args):
+        for r, v in enumerate(vectors(b, sig.args[0], args[0])):
+            store(b, v, args[1], ir.Constant(I64, 64 * r), I8)
+        return context.get_dummy_value()
+
+    return types.void(vs, i64t), generate
 
 
 def _plus_scaled(b, old, v, scale, d, at):

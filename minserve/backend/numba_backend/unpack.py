@@ -46,6 +46,11 @@ def high_nibbles(b, v):
     return b.lshr(v, constant(I8, 64, 4))
 
 
+@op(u8x64, u4x64)
+def times_16(b, v):
+    return b.shl(v, constant(I8, 64, 4))
+
+
 @intrinsic(prefer_literal=True)
 def add_bits(context, v, planes, bit, width, to):
     """v | (the `width` bits of each byte of planes from `bit` on) << to, of which v has none; the last three must be
