@@ -118,13 +118,18 @@ def hmax(b, x):
 
 @op(f32x16, f32x16, f32x16)
 def times_power(b, x, n):
-    """x * 2^n for integers n >= -200; below -126 it is 0."""
+    """x * 2^n for integers n from -126 to 127."""
     if HAS_AVX512:
         args = (x, n, x, ir.Constant(I16, 0xFFFF - (1 << 16)), ir.Constant(I32, 4))
         return call(b, "llvm.x86.avx512.mask.scalef.ps.512", f32x16.ir, *args)
-    low = b.select(b.fcmp_ordered(">", n, constant(F32, 16, -127.0)), n, constant(F32, 16, -127.0))
-    exponent = b.shl(b.add(b.fptosi(low, i32x16.ir), constant(I32, 16, 127)), constant(I32, 16, 23))
+    exponent = b.shl(b.add(b.fptosi(n, i32x16.ir), constant(I32, 16, 127)), constant(I32, 16, 23))
     return b.fmul(x, b.bitcast(exponent, f32x16.ir))
+
+
+@op(f32x16, f32x16, f32x16, f32x16, f32x16)
+def where_below(b, x, bound, low, high):
+    """low where x < bound, else high."""
+    return b.select(b.fcmp_ordered("<", x, bound), low, high)
 
 
 @op(i64t, f32t)
