@@ -13,6 +13,8 @@ Owns the kernels: which tasks a step has, and which thread does which. It must n
 
 from __future__ import annotations
 
+from minserve.backend.numba_backend.amx import HAS_AMX
+from minserve.backend.numba_backend.attention_chunk import begin, end
 from minserve.backend.numba_backend.attention_merge import first_chunk, partial_count
 from minserve.backend.numba_backend.attention_task import attend
 from minserve.backend.numba_backend.jit import Kernel, helper, merged, variant
@@ -102,11 +104,15 @@ FIELDS = (
 
 
 def _ones(tid, threads, rows, p):
+    begin(i64(p, 18))
     attend_ones(tid, threads, p, SHAPE)  # noqa: F821  (bound by variant)
+    end()
 
 
 def _many(tid, threads, rows, p):
+    begin(i64(p, 18))
     attend_many(tid, threads, p, SHAPE)  # noqa: F821
+    end()
 
 
 # By rows of a tile. One token: the query heads of a kv head, padded. Several: as many tokens as fill 12 or 16 rows.
@@ -116,5 +122,7 @@ MOST_GROUP = 16
 
 
 def tile_rows(group: int) -> tuple[int, int]:
-    """Rows of the two tiles for so many query heads per kv head."""
-    return next(n for n in ONES if n >= group), 12 if 12 // group * group > 16 // group * group - 4 else 16
+    """Rows of the two tiles for so many query heads per kv head. Vector registers hold 12 rows better than 16."""
+    twelve, sixteen = 12 // group * group, 16 // group * group
+    many = 16 if HAS_AMX or twelve <= sixteen - 4 else 12
+    return next(n for n in ONES if n >= group), many
