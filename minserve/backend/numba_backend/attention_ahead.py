@@ -16,7 +16,7 @@ from minserve.backend.numba_backend.jit import inlined, is_zen
 from minserve.backend.numba_backend.simd_memory import i32
 
 ZEN = is_zen()
-AHEAD = 6  # blocks; hardly different from 4 to 8
+AHEAD = 6
 
 
 @inlined

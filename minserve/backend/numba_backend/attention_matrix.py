@@ -59,14 +59,15 @@ def scores(zero, n_rows, q, cache, first, last, dim, s, follower, ahead):
     """s [blocks][rows][16 tokens] = q . k for blocks first..last of a request's table, four at a time. Meanwhile what
     is read `ahead` blocks later is fetched."""
     (keys, _, table), nbytes, n = cache, BLOCK * dim * 2, last - first
-    wide = dim // 32 * 32
-    for c in range(0, n, 4):
-        for i in range(c, min(c + 4, n)):
-            fetch(block_at(i + ahead, n, cache, first, nbytes, follower), nbytes)
-        a = keys + i32(table, first + c) * nbytes  # blocks beyond the last: the last one again
-        b = keys + i32(table, first + min(c + 1, n - 1)) * nbytes
-        e = keys + i32(table, first + min(c + 2, n - 1)) * nbytes
-        f = keys + i32(table, first + min(c + 3, n - 1)) * nbytes
+    wide, each = dim // 32 * 32, n_rows * 64
+    for i in range(0, n, 4):
+        j, k, m = min(i + 1, n - 1), min(i + 2, n - 1), min(i + 3, n - 1)  # beyond the last block: it again
+        a, b = keys + i32(table, first + i) * nbytes, keys + i32(table, first + j) * nbytes
+        c, e = keys + i32(table, first + k) * nbytes, keys + i32(table, first + m) * nbytes
+        later_a = block_at(i + ahead, n, cache, first, nbytes, follower)
+        later_b = block_at(j + ahead, n, cache, first, nbytes, follower)
+        later_c = block_at(k + ahead, n, cache, first, nbytes, follower)
+        later_e = block_at(m + ahead, n, cache, first, nbytes, follower)
         clear_matrix(0)
         clear_matrix(1)
         clear_matrix(2)
@@ -75,27 +76,30 @@ def scores(zero, n_rows, q, cache, first, last, dim, s, follower, ahead):
             load_matrix(LEFT, q + d * 2, dim * 2)
             load_matrix(RIGHT, a + d * 32, 64)
             add_bf16_products(0, LEFT, RIGHT)
+            fetch(later_a + d * 32, 1024)
             load_matrix(RIGHT, b + d * 32, 64)
             add_bf16_products(1, LEFT, RIGHT)
-            load_matrix(RIGHT, e + d * 32, 64)
+            fetch(later_b + d * 32, 1024)
+            load_matrix(RIGHT, c + d * 32, 64)
             add_bf16_products(2, LEFT, RIGHT)
-            load_matrix(RIGHT, f + d * 32, 64)
+            fetch(later_c + d * 32, 1024)
+            load_matrix(RIGHT, e + d * 32, 64)
             add_bf16_products(3, LEFT, RIGHT)
+            fetch(later_e + d * 32, 1024)
         if wide < dim:
             load_matrix(SHORT_LEFT, q + wide * 2, dim * 2)
             load_matrix(SHORT_RIGHT, a + wide * 32, 64)
             add_bf16_products(0, SHORT_LEFT, SHORT_RIGHT)
             load_matrix(SHORT_RIGHT, b + wide * 32, 64)
             add_bf16_products(1, SHORT_LEFT, SHORT_RIGHT)
-            load_matrix(SHORT_RIGHT, e + wide * 32, 64)
+            load_matrix(SHORT_RIGHT, c + wide * 32, 64)
             add_bf16_products(2, SHORT_LEFT, SHORT_RIGHT)
-            load_matrix(SHORT_RIGHT, f + wide * 32, 64)
+            load_matrix(SHORT_RIGHT, e + wide * 32, 64)
             add_bf16_products(3, SHORT_LEFT, SHORT_RIGHT)
-        each = n_rows * 64
-        store_matrix(0, s + c * each, 64)
-        store_matrix(1, s + min(c + 1, n - 1) * each, 64)
-        store_matrix(2, s + min(c + 2, n - 1) * each, 64)
-        store_matrix(3, s + min(c + 3, n - 1) * each, 64)
+        store_matrix(0, s + i * each, 64)
+        store_matrix(1, s + j * each, 64)
+        store_matrix(2, s + k * each, 64)
+        store_matrix(3, s + m * each, 64)
 
 
 @merged
@@ -104,8 +108,8 @@ def weighted_values(zero, n_rows, weights, cache, first, last, dim, out, followe
     v [token pairs][dim][2]. follower, ahead: as in scores."""
     (_, values, table), nbytes, n = cache, BLOCK * dim * 2, last - first
     for j in range(0, dim, 64):
-        places = j, min(j + 16, dim - 16), min(j + 32, dim - 16), min(j + 48, dim - 16)  # beyond the last: it again
-        a, b, e, f = places
+        a, b = j, min(j + 16, dim - 16)  # beyond the last dims: they again
+        c, e = min(j + 32, dim - 16), min(j + 48, dim - 16)
         clear_matrix(0)
         clear_matrix(1)
         clear_matrix(2)
@@ -119,11 +123,11 @@ def weighted_values(zero, n_rows, weights, cache, first, last, dim, out, followe
             add_bf16_products(0, SHORT_LEFT, SHORT_RIGHT)
             load_matrix(SHORT_RIGHT, v + b * 4, dim * 4)
             add_bf16_products(1, SHORT_LEFT, SHORT_RIGHT)
-            load_matrix(SHORT_RIGHT, v + e * 4, dim * 4)
+            load_matrix(SHORT_RIGHT, v + c * 4, dim * 4)
             add_bf16_products(2, SHORT_LEFT, SHORT_RIGHT)
-            load_matrix(SHORT_RIGHT, v + f * 4, dim * 4)
+            load_matrix(SHORT_RIGHT, v + e * 4, dim * 4)
             add_bf16_products(3, SHORT_LEFT, SHORT_RIGHT)
         store_matrix(0, out + a * 4, dim * 4)
         store_matrix(1, out + b * 4, dim * 4)
-        store_matrix(2, out + e * 4, dim * 4)
-        store_matrix(3, out + f * 4, dim * 4)
+        store_matrix(2, out + c * 4, dim * 4)
+        store_matrix(3, out + e * 4, dim * 4)
