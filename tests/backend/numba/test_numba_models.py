@@ -121,7 +121,15 @@ def test_threads_do_not_change_a_bit(family: str) -> None:
 
 
 def test_chunks_and_batch_mates_do_not_change_a_bit(family: str) -> None:
-    name = f"dummy:{family}:Q4_1"
+    bits_do_not_depend_on_company(f"dummy:{family}:Q4_1")
+
+
+@pytest.mark.parametrize("encoding", ["BF16", "Q8_0", "Q6_K"])
+def test_bits_do_not_depend_on_company_in_other_encodings(encoding: str) -> None:
+    bits_do_not_depend_on_company(f"dummy:llama-tiny:{encoding}")
+
+
+def bits_do_not_depend_on_company(name: str) -> None:
     whole = [make_batch([Part(0, TOKENS[:100], FAR, rows=range(100))])]
     ones = [make_batch([Part(i, [TOKENS[i]], FAR)]) for i in range(100)]
     mate = Part(0, TOKENS[200:240], NEAR)
