@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -22,7 +23,8 @@ from minserve.backend.numba_backend.layout import BLOCK, RUN, block_words
 from minserve.backend.numba_backend.recorder import LayerCache
 from minserve.batch import Int32
 
-FIRST = 128 << 20  # bytes
+SPARE = 128 << 20  # bytes behind what is in use that the system is asked for
+PAUSE = 0.02  # seconds between two looks whether a step is over
 POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14
 
 Ids = npt.NDArray[np.integer]
@@ -38,9 +40,11 @@ def place(block, run, jump):  # type: ignore[no-untyped-def]
 class KVMemory:
     """layers: the cache of each. run: blocks of a head that are adjacent. jump: blocks between one run and the next.
 
-    Pages cost memory only once they are taken, and then time: as much as a step for one of 2 MiB, where a virtual
-    machine gets it from its host. So the first step, which warms the server up, has the first ones taken beside it
-    (`take_first`), and later each step touches one page of the run behind the last one in use (`touch_ahead`).
+    Pages cost memory only once they are taken, and then time: 5 ms, as much as a step, for one of 2 MiB, where a
+    virtual machine gets it from its host; a prompt of 512 tokens fills six. So a thread takes SPARE bytes beside the
+    first step, which warms the server up, and when half of them are used, more between steps (`touch_ahead` is called
+    before a step, `step_over` after it). If there is no time between, each step touches one page of the run behind the
+    last one in use.
     """
 
     def __init__(self, kv: Sequence[KVSpec], num_blocks: int) -> None:
@@ -57,10 +61,12 @@ class KVMemory:
         except MemoryError as error:
             raise BackendError(f"no memory for a KV cache of {num_blocks} blocks; ask for fewer") from error
         self._bytes = words.view(np.uint8)
-        self._run_bytes = self._bytes.nbytes // max(1, runs)
+        self._run_bytes = self._bytes.nbytes // max(1, runs) if short else 0
         self._last = -1  # the last block in use, ever
         self._touched = 0  # bytes from the start
-        self._taking = False  # whether the first pages were asked for
+        self._taking = False  # whether a thread asks for pages now
+        self._given = sys.platform == "linux"  # whether the system gives pages that nobody writes to
+        self._stepping = False
         self.layers: list[LayerCache] = []
         first, at = 0, 0
         for layer, count in zip(kv, counts, strict=True):
@@ -71,37 +77,42 @@ class KVMemory:
                 self.layers.append(LayerCache(words[at : at + count].reshape(1, layer.kv_heads, 2, self.run, -1)))
             first, at = first + layer.kv_heads, at + count
 
-    def take_first(self) -> None:
-        """Have the system give what the first requests will fill, on a thread that ends by itself.
-
-        It writes nothing, so steps may run beside it. Systems that can't do that leave it to `touch_ahead`.
-        """
-        self._taking = True
-        threading.Thread(target=self._populate, name="minserve-pages", daemon=True).start()
-
-    def _populate(self) -> None:
-        if sys.platform != "linux":
-            return
-        madvise = ctypes.CDLL(None).madvise
-        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        start, end = self._bytes.ctypes.data, min(FIRST, self._bytes.nbytes)
-        for page in range(0, end, PAGE):
-            if madvise(start + page, min(PAGE, end - page), POPULATE_WRITE) != 0:
-                return
-            self._touched = max(self._touched, page + PAGE)
-
     def touch_ahead(self, slots: Int32) -> None:
         """Before a step that writes to these slots, as they come from the batch."""
-        if not self._taking:
-            self.take_first()
-        if not slots.size:
-            return
-        self._last = max(self._last, int(slots.max()) // BLOCK)
+        self._stepping = True
+        if slots.size:
+            self._last = max(self._last, int(slots.max()) // BLOCK)
         behind = (self._last // self.run + 1) * self._run_bytes
+        if self._touched < min(behind + SPARE // 2, self._bytes.nbytes):
+            self._take(min(behind + SPARE, self._bytes.nbytes))
         start, end = max(self._touched, behind), min(behind + self._run_bytes, self._bytes.nbytes)
-        if start < end:
+        if slots.size and start < end:
             self._touched = min(start + PAGE, end)
             self._bytes[start : self._touched : 4096] = 0  # nobody has written behind the last run
+
+    def step_over(self) -> None:
+        """After a step, until the next `touch_ahead`."""
+        self._stepping = False
+
+    def _take(self, end: int) -> None:
+        """Have the system give the pages up to here, on a thread that ends by itself. It writes nothing, so steps may
+        run beside it."""
+        if self._given and not self._taking:
+            self._taking = True
+            start = self._touched // PAGE * PAGE
+            threading.Thread(target=self._populate, args=(start, end), name="minserve-pages", daemon=True).start()
+
+    def _populate(self, start: int, end: int) -> None:
+        madvise = ctypes.CDLL(None).madvise
+        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        for page in range(start, end, PAGE):
+            while self._stepping and start:
+                time.sleep(PAUSE)
+            if madvise(self._bytes.ctypes.data + page, min(PAGE, end - page), POPULATE_WRITE) != 0:
+                self._given = False
+                break
+            self._touched = max(self._touched, min(page + PAGE, end))
+        self._taking = False
 
     def copy(self, source: Ids, destination: Ids) -> None:
         """Whole blocks, in all layers."""

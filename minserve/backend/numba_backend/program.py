@@ -95,7 +95,10 @@ class NumbaProgram:
         if len(batch.copies):
             self.memory.copy(batch.copies[:, 0], batch.copies[:, 1])
         self.memory.touch_ahead(batch.slots)
-        self.team.run()
+        try:
+            self.team.run()
+        finally:
+            self.memory.step_over()
         return drawn
 
     def view(self, rows: int) -> Float32:

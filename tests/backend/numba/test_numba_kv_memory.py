@@ -6,6 +6,7 @@ import os
 import platform
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -59,7 +60,7 @@ def test_copies_reach_every_layer_and_nothing_else(kv: tuple[KVSpec, ...]) -> No
 
 
 def test_memory_is_touched_one_page_a_step_and_only_behind_what_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_memory, "FIRST", 0)
+    monkeypatch.setattr(kv_memory, "SPARE", 0)
     memory = KVMemory(UNIFORM, 8 * RUN)
     rng = np.random.default_rng(0)
     slots = np.zeros(0, np.int32)
@@ -70,6 +71,7 @@ def test_memory_is_touched_one_page_a_step_and_only_behind_what_is_in_use(monkey
         memory.touch_ahead(slots)
         for layer in memory.layers:
             layer.words[block // RUN, :, :, block % RUN] = step
+        memory.step_over()
         kept[block] = step
         if step % 7 == 0 and step:
             target = int(rng.integers(0, 8 * RUN))
@@ -83,21 +85,31 @@ def test_memory_is_touched_one_page_a_step_and_only_behind_what_is_in_use(monkey
     sys.platform != "linux" or tuple(map(int, platform.release().split(".")[:2])) < (5, 14),
     reason="only Linux 5.14 and later gives pages that nobody writes to",
 )
-def test_the_first_pages_are_taken_beside_the_first_step_and_keep_what_steps_write(
+def test_pages_are_taken_beside_the_first_step_later_between_steps_and_keep_what_steps_write(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kv_memory, "FIRST", 12 << 20)
-    memory = KVMemory(UNIFORM, 32 * RUN)  # 29 MB
+    monkeypatch.setattr(kv_memory, "SPARE", 12 << 20)
+    memory = KVMemory(UNIFORM, 64 * RUN)  # 29 MB
     memory.layers[0].words[0] = 7
     before = resident()
-    for _ in range(2):
-        memory.touch_ahead(np.zeros(1, np.int32))
-        for thread in threading.enumerate():
-            if thread.name == "minserve-pages":
-                thread.join()
-    assert 8 << 20 < resident() - before < 16 << 20
+    memory.touch_ahead(np.zeros(1, np.int32))
+    pages_are_taken()
+    first = resident() - before
+    assert 8 << 20 < first < 16 << 20
+    memory.touch_ahead(np.full(1, 20 * RUN * BLOCK, np.int32))  # more than half of them are used now
+    time.sleep(5 * kv_memory.PAUSE)
+    assert resident() - before < first + (4 << 20), "not beside a later step"
+    memory.step_over()
+    pages_are_taken()
+    assert first + (5 << 20) < resident() - before < first + (13 << 20)
     assert (memory.layers[0].words[0] == 7).all()
     assert not memory.layers[1].words.any()
+
+
+def pages_are_taken() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "minserve-pages":
+            thread.join()
 
 
 def resident() -> int:
