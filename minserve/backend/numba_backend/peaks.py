@@ -11,14 +11,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from minserve.backend.numba_backend.amx import HAS_AMX, add_bf16_products, end_matrices, load_matrix, store_matrix
 from minserve.backend.numba_backend.arena import PAGE, Bytes, aligned
 from minserve.backend.numba_backend.dot import bf16_tile, dot_tile
 from minserve.backend.numba_backend.jit import entry, inlined, kernel
+from minserve.backend.numba_backend.linear_bf16 import TOKENS, WEIGHTS, begin_bf16
 from minserve.backend.numba_backend.simd_memory import i64, load_f32, load_u8, store_f32, store_i32
 from minserve.backend.numba_backend.tile import zeros_f32, zeros_i32
 from minserve.backend.numba_backend.unpack import nibbles
 
 READ_BYTES = 64 << 20  # beyond the caches of the machines this runs on
+OUT = 1024  # bytes that a thread writes at most
 DOT_LOOPS = 400_000  # some milliseconds: threads start a tenth of one apart
 
 
@@ -65,6 +68,21 @@ def bf16_rate(loops, p, out):
     store_f32(out, 16, t[8] + t[9] + t[10] + t[11] + t[12] + t[13] + t[14] + t[15])
 
 
+@entry()
+def bf16_matrix_rate(loops, p, out):
+    """4 products of 16 tokens x 16 rows x 32 k a loop, in the matrix unit."""
+    begin_bf16(16)
+    for _ in range(loops):
+        load_matrix(TOKENS, p, 64)
+        load_matrix(WEIGHTS, p, 64)
+        add_bf16_products(0, TOKENS, WEIGHTS)
+        add_bf16_products(1, TOKENS, WEIGHTS)
+        add_bf16_products(2, TOKENS, WEIGHTS)
+        add_bf16_products(3, TOKENS, WEIGHTS)
+    store_matrix(0, out, 64)
+    end_matrices()
+
+
 def fastest(work: Callable[[int], None], threads: int, repeats: int = 5) -> float:
     """Seconds of the quickest of some runs of work(thread) by all threads, from the first start to the last end.
 
@@ -108,13 +126,18 @@ def bandwidth(threads: int, loaded: Sequence[Bytes] = ()) -> float:
 
 
 def dot_rate(threads: int, *, bf16: bool) -> float:
-    """Multiplications and additions per second, of bfloat16 or of 8-bit integers, by all threads."""
-    kernel, operations = (bf16_rate, 16 * 64) if bf16 else (int8_rate, 64 * 128)
-    loops = DOT_LOOPS if bf16 else DOT_LOOPS // 4
-    memory, out = aligned(4096), aligned(threads * 256)
+    """Multiplications and additions per second, of bfloat16 or of 8-bit integers, by all threads. Those of integers are
+    the vector units', also where there is a matrix unit: scaling them is what takes the time then."""
+    if not bf16:
+        kernel, loops, operations = int8_rate, DOT_LOOPS // 4, 64 * 128
+    elif HAS_AMX:
+        kernel, loops, operations = bf16_matrix_rate, DOT_LOOPS // 4, 4 * 16 * 16 * 64
+    else:
+        kernel, loops, operations = bf16_rate, DOT_LOOPS, 16 * 64
+    memory, out = aligned(4096), aligned(threads * OUT)
     kernel.compile()
 
     def work(t: int) -> None:
-        kernel(loops, memory.ctypes.data, out.ctypes.data + 256 * t)
+        kernel(loops, memory.ctypes.data, out.ctypes.data + OUT * t)
 
     return loops * operations * threads / fastest(work, threads)
