@@ -74,7 +74,7 @@ async def test_the_synchronous_client_works_too() -> None:
 
         def talk() -> str | None:
             with openai.OpenAI(base_url=server.url + "/v1", api_key="x", max_retries=0) as client:
-                reply = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=5)
+                reply = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=5, seed=1)
                 return reply.choices[0].message.content
 
         assert await asyncio.to_thread(talk)
