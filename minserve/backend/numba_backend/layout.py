@@ -25,6 +25,7 @@ GROUP = 32  # weights, and activations, that share a scale
 PAIR = 2 * GROUP  # packed weights come in pairs of groups
 CHUNK = 16  # KV blocks (256 keys) that one softmax pass covers; partial results merge in this order always
 RUN = CHUNK  # KV blocks of a head that can be adjacent
+SLACK = 4096  # bytes behind a buffer that may be read: by tiles that are not full, by the group after the last
 LINE = 128  # alignment: a cache line and the one the prefetcher brings along
 
 T_ROWS, REQUESTS, S_ROWS = 0, 1, 2  # words of the step's header: tokens, requests, logit rows

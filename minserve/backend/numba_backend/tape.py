@@ -29,7 +29,7 @@ from minserve.backend.numba_backend.instruction import (
     Offset,
     Own,
 )
-from minserve.backend.numba_backend.layout import LINE, S_ROWS, T_ROWS
+from minserve.backend.numba_backend.layout import LINE, S_ROWS, SLACK, T_ROWS
 
 WIDTH = 24  # words per row: three cache lines
 HEAD = 3  # words before the parameters
@@ -87,7 +87,7 @@ class Tape:
         self.slots[slot] = [max(self.slots[slot][0], buffer.nbytes), max(self.slots[slot][1], buffer.row_bytes)]
 
     def _allocate(self, lowered: Emitter) -> None:
-        pieces = [aligned(nbytes + 4096, 4096) for nbytes, _ in self.slots]
+        pieces = [aligned(nbytes + SLACK, 4096) for nbytes, _ in self.slots]
         self.memory = pieces
         self.nbytes = sum(p.nbytes for p in pieces)
         self._keep.append(pieces)

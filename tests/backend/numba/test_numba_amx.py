@@ -14,7 +14,7 @@ import pytest
 from minserve.backend.numba_backend import amx, jit, linear, linear_matrix
 from minserve.backend.numba_backend.arena import aligned
 from minserve.backend.numba_backend.jit import Kernel, variant
-from minserve.backend.numba_backend.layout import AS_BF16, BLOCK, TILE, activation_bytes
+from minserve.backend.numba_backend.layout import AS_BF16, AS_INT16, BLOCK, SLACK, TILE, activation_bytes
 from minserve.backend.numba_backend.linear import LINEAR, modes
 from minserve.backend.numba_backend.linear_blocks import FORMS, vector_block
 from minserve.backend.numba_backend.linear_matrix import MANY, no_unit
@@ -46,7 +46,7 @@ def call(kernel: Kernel, rows: int, **words: Any) -> None:
 
 def rounded(x: npt.NDArray[np.float32], mode: int) -> npt.NDArray[np.uint8]:
     rows, cols = x.shape
-    out = aligned(rows * activation_bytes(cols, mode) + 4096)
+    out = aligned(rows * activation_bytes(cols, mode) + SLACK)
     out[:] = 0xFF  # what lies behind the last token is not a number
     copy = aligned(x.nbytes).view(np.float32).reshape(x.shape)
     copy[:] = x
@@ -94,8 +94,9 @@ def test_tokens_in_bfloat16_get_the_same_bits_alone_and_in_any_company() -> None
 
 
 def test_room_for_tiles_that_are_not_full() -> None:
-    """Tokens are read, and sums written, up to the next multiple of 8: a tile of sums has room for that."""
+    """Tokens are read, and sums written, up to the next multiple of 16, tokens of the group after the last too."""
     assert TILE % BLOCK == 0
+    assert TILE * AS_INT16 <= SLACK
     assert linear_matrix.PANEL >= (linear_matrix.ENTRIES + 1) * linear_matrix.ENTRY
 
 
