@@ -38,7 +38,8 @@ def program(name: str) -> str:
 def _compiler() -> list[str]:
     """Beside AMX, gcc before 13 drops the stores of a tile's shape, and the program ends with SIGILL: then Clang.
 
-    OpenMP is off there. SmolLM2 as Q8_0 on two cores of a Sapphire Rapids, one run each: 65 tokens/s and 389 ms for a
+    OpenMP is off there. SmolLM2 as Q8_0 on two cores of a Sapphire Rapids, 2026-11-30, one run each of
+    `bench_peers --rounds 1 --only single`: 65 tokens/s and 389 ms for a
     prompt of 512; with OpenMP 22 and 684; by gcc, without AMX, 48 and 855.
     """
     version = subprocess.run(["gcc", "-dumpversion"], capture_output=True, text=True).stdout.partition(".")[0].strip()

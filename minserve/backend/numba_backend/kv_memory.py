@@ -40,8 +40,8 @@ def place(block, run, jump):  # type: ignore[no-untyped-def]
 class KVMemory:
     """layers: the cache of each. run: blocks of a head that are adjacent. jump: blocks between one run and the next.
 
-    Pages cost memory only once they are taken, and then time: 5 ms, as much as a step, for one of 2 MiB, where a
-    virtual machine gets it from its host; a prompt of 512 tokens fills six. So a thread takes SPARE bytes beside the
+    Pages cost memory only once they are taken, and then time: as much as a step for one of 2 MiB, where a virtual
+    machine gets it from its host, and a prompt fills several. So a thread takes SPARE bytes beside the
     first step, which warms the server up, and when half of them are used, more between steps (`touch_ahead` is called
     before a step, `step_over` after it). If there is no time between, each step touches one page of the run behind the
     last one in use.

@@ -1,11 +1,11 @@
 """One block of 16 rows of packed weights against many tokens, in the processor's matrix unit (amx.py).
 
 Owns the order of work: some groups of weights are unpacked into a panel, then 16 tokens at a time pass it, their sums
-in registers. While the vector units scale the products of one group, the matrix unit makes those of the next. The
-arithmetic is that of linear_groups.py to the last bit: the same integers, scaled in the same order.
+in registers. The products of the next group are asked for before those of one are scaled. The arithmetic is that of
+linear_groups.py to the last bit: the same integers, scaled in the same order.
 
-It must not know formats (`GROUP`, of unpack.py, gives a group's weights), nor when this pays (linear.py). Its functions
-are templates for `bound`.
+Owns too which unit a kernel uses (`unit`). It must not know formats: `GROUP`, of unpack.py, gives a group's weights.
+Functions with names in capitals are templates for `bound`.
 
 Panel: entries of [scale, minimum: 16 floats each][weights as an operand: up to 12 vectors], one a group, or two where
 groups have 16 weights. Three bytes for two integers (linear_groups.py) need no third product here: the unit adds up as
