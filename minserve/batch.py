@@ -19,6 +19,7 @@ from minserve.request import TokenLogprob
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
 UInt32 = npt.NDArray[np.uint32]
+Bool = npt.NDArray[np.bool_]
 
 _MASK = (1 << 64) - 1
 
@@ -83,6 +84,8 @@ class Batch:
     """The step's inputs. slot = block id * block size + offset; the row of a token in the KV cache.
 
     context_lens[r] counts the request's tokens in the cache after this step (start + count).
+    generated[r]: its tokens in this step were generated, or drafted; else they belong to its prompt. A backend may
+    compute the two in different ways, each the same in every batch.
     copies: (source, destination) block pairs to copy before anything is computed.
     """
 
@@ -94,6 +97,7 @@ class Batch:
     context_lens: Int32  # [R]
     block_tables: Int32  # [R, B] padded with 0
     seats: Int32  # [R]
+    generated: Bool  # [R]
     logit_rows: Int32  # [S] index into T
     sampling: SamplingArrays
     copies: Int32  # [C, 2]

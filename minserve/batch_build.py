@@ -58,6 +58,7 @@ def build_batch(
         context_lens=np.array([chunk.start + chunk.count for chunk in chunks], np.int32),
         block_tables=tables,
         seats=np.array([owner.seat for owner in owners], np.int32),
+        generated=np.array([c.start >= o.prompt_len for c, o in zip(chunks, owners, strict=True)], np.bool_),
         logit_rows=np.array(logit_rows, np.int32),
         sampling=_sampling(rows, vocab_size),
         copies=np.array(copies, np.int32).reshape(-1, 2),

@@ -160,7 +160,8 @@ class View(NamedTuple):
     blocks: block ids held. own_blocks: those that would become free if it were preempted (no other holder).
     For a waiting request `computed` already counts the prefix-cache hit it would start from, `blocks` the shared
     blocks of that hit and `free_hits` those among them that now count as free. age: steps since it was submitted.
-    limit: the most tokens it can ever know. blocked: waits for a prefix that another request computes right now.
+    limit: the most tokens it can ever know. prompt_len: how many of the known ones its prompt has. blocked: waits for a
+    prefix that another request computes right now.
     forks: ids of waiting siblings that can start from its last prompt row. scored: positions [from, to) of the prompt
     whose next token is to be scored. draft: tokens that are proposed to follow the known ones.
     """
@@ -176,6 +177,7 @@ class View(NamedTuple):
     age: int
     preemptions: int
     limit: int
+    prompt_len: int = 0
     skips: int = 0
     free_hits: int = 0
     blocked: bool = False
@@ -187,6 +189,8 @@ class View(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """`count` tokens of one request to compute in a step, from position `start`; drafts are counted too.
+
+    All of them belong to the prompt or none does (`Batch.generated` says why).
 
     samples: rows to sample (0, 1, or 1 + len(draft)). scored: rows whose next token is already known and whose log
     probability is wanted (echo). forks: siblings whose first token is sampled from this chunk's last row.

@@ -132,6 +132,7 @@ class Views:
             self._step - request.since,
             request.preemptions,
             request.limit,
+            request.prompt_len,
             request.skips,
             free_hits,
             blocked,

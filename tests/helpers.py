@@ -17,7 +17,8 @@ BLOCK_SIZE = 16
 class Part:
     """One request's share of a step: tokens to compute from position `start`, over its block ids.
 
-    rows: which of the chunk's tokens give a logit row. seat: where its penalty counts live.
+    rows: which of the chunk's tokens give a logit row. seat: where its penalty counts live. generated: the tokens are
+    not of its prompt.
     """
 
     start: int
@@ -25,6 +26,7 @@ class Part:
     blocks: Sequence[int]
     rows: Sequence[int] = (-1,)
     seat: int = 0
+    generated: bool = False
 
 
 def make_batch(
@@ -57,6 +59,7 @@ def make_batch(
         context_lens=_ints([p.start + len(p.tokens) for p in parts]),
         block_tables=tables,
         seats=_ints(seats),
+        generated=np.array([p.generated for p in parts], np.bool_),
         logit_rows=_ints(rows),
         sampling=sampling or make_sampling(len(rows), seats=[p.seat for p in parts for _ in p.rows]),
         copies=_ints(copies).reshape(-1, 2),

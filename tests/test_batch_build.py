@@ -77,9 +77,20 @@ def test_all_arrays_have_the_dtypes_of_the_contract() -> None:
         for name in source.__slots__:
             value = getattr(source, name)
             if isinstance(value, np.ndarray):
-                expected = np.uint32 if name == "mask" else np.float32 if name in floats else np.int32
+                others = {"mask": np.uint32, "generated": np.bool_}
+                expected = others.get(name, np.float32 if name in floats else np.int32)
                 assert value.dtype == expected, name
                 assert value.flags.c_contiguous, name
+
+
+def test_generated_tokens_are_told_from_those_of_a_prompt() -> None:
+    """Also when they are computed again after a preemption, and where drafts follow them."""
+    prompt, again = request("prompt", [1, 2, 3], blocks=[0], seat=0), request("again", [4, 5, 6, 7], prompt_len=2)
+    new = request("new", [8, 9], prompt_len=1, blocks=[1], seat=1)
+    again.blocks, again.seat = [2, 3], 2
+    chunks = [Chunk("prompt", 2, 1, 1), Chunk("again", 2, 2, 1), Chunk("new", 1, 3, 3, draft=(1, 2))]
+    assert build(chunks, prompt, again, new).generated.tolist() == [False, True, True]
+    assert build([Chunk("again", 0, 2, 0)], again).generated.tolist() == [False]
 
 
 def test_a_plan_without_chunks_is_an_empty_batch() -> None:

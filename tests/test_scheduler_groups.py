@@ -73,7 +73,7 @@ def test_a_copy_that_a_failed_step_may_not_have_made_is_made_up_for() -> None:
     d.step(fail=True)
     assert d.end(names[0]).finish is FinishReason.ERROR
     d.run()
-    assert d.chunks(names[1])[0] == (12, 3)
+    assert d.chunks(names[1])[:2] == [(12, 2), (14, 1)]
     assert d.tokens(names[1]) == d.expected[names[1]].tokens
     d.check_idle()
 

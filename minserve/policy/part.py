@@ -27,6 +27,12 @@ class Part:
         return self.view.computed + self.count
 
     @property
+    def most(self) -> int:
+        """Where its chunk ends at the latest: at the prompt's end, or that of the tokens that were generated."""
+        view = self.view
+        return view.prompt_len if view.computed < view.prompt_len else view.known
+
+    @property
     def samples(self) -> bool:
         """The chunk reaches the end of the known tokens, and another one is wanted."""
         return self.end == self.view.known < self.view.limit

@@ -11,7 +11,8 @@ The rules, in the order in which they are applied:
    their prompts get what they were promised. While a higher pool decodes, a lower one decodes in even steps and reads
    prompts in odd ones, half of the cap. So neither first tokens nor later ones wait long for lower pools.
 3. A prompt takes what is left if that ends it, else at most half of it while others stand behind; what nobody took goes
-   to the first ones. So a long prompt neither holds up short ones nor is held up by them.
+   to the first ones. So a long prompt neither holds up short ones nor is held up by them. Generated tokens, read again
+   after a preemption, come in a chunk after the prompt's last.
 4. Who can't be admitted is passed by smaller ones, in a bounded number of steps; then nobody passes until it fits.
 5. Seats, prompt tokens and blocks promised to a pool are left to it as soon as it wants them, and lent until then.
 6. No block left: the last in order of the lowest pool that has no chunk in this plan goes back to the queue. One that
@@ -165,7 +166,7 @@ class _Planner:
     def _grant(self, part: Part, count: int) -> int:
         """Up to `count` more tokens, as far as rows and blocks go; returns how many it got."""
         view, start = part.view, part.end
-        end = min(start + count, view.known)
+        end = min(start + count, part.most)
         if end <= start:
             return 0
         scores = view.scored[1] > view.computed

@@ -137,6 +137,13 @@ def test_a_chunk_is_sampled_only_where_it_reaches_the_end_of_the_known_tokens() 
     assert [(c.start, c.count, c.samples) for c in planned.chunks] == [(40, 10, 1)]
 
 
+def test_what_a_preempted_request_generated_is_not_in_one_chunk_with_its_prompt() -> None:
+    (prompt,) = plan([], [view("again", 14, prompt_len=10)]).chunks
+    (rest,) = plan([view("again", 14, 10, prompt_len=10)], []).chunks
+    assert (prompt.start, prompt.count, prompt.samples) == (0, 10, 0)
+    assert (rest.start, rest.count, rest.samples) == (10, 4, 1)
+
+
 def test_nothing_is_sampled_when_no_output_is_wanted() -> None:
     planned = plan([], [view("scored", 8, limit=8, scored=(0, 7))])
     assert [(c.count, c.scored, c.samples) for c in planned.chunks] == [(8, 7, 0)]

@@ -60,6 +60,7 @@ def views(draw: st.DrawFn, name: str, size: int, *, waits: bool, blocked: bool =
         age=draw(st.sampled_from([0, 1, 60, 130])),
         preemptions=draw(st.sampled_from([0, 0, 0, 1, MAX_PREEMPTIONS])),
         limit=known + draw(st.integers(0, 40)),
+        prompt_len=draw(st.integers(1, known)),
         skips=draw(st.sampled_from([0, 0, 0, MAX_SKIPS, 300] if waits else [0, 0, 1, 2])),
         free_hits=draw(st.integers(0, blocks)) if waits else 0,
         blocked=blocked,
@@ -171,6 +172,7 @@ def test_a_plan_names_everybody_in_one_role(world: World) -> None:
         view = views[chunk.request_id]
         end = chunk.start + chunk.count - len(chunk.draft)
         assert view.computed == chunk.start < end <= view.known
+        assert not chunk.start < view.prompt_len < end, "a prompt's tokens and generated ones"
         assert chunk.samples == (1 + len(chunk.draft) if end == view.known < view.limit else 0)
         assert not chunk.draft or not chunk.forks
 
