@@ -61,11 +61,11 @@ def merge_row(partial, count, dim, out):
         store_f32(out, j, load_f32(out, j) * inverse)
 
 
-@kernel("out x gather partial slots heads dim window mode halves batch scratch scratch_stride own own_stride")
+@kernel("out x gather partial slots heads dim window mode halves batch scratch scratch_stride own own_stride first")
 def merge_quantize(tid, threads, rows, p):
     """out[m] = quantized(attention output of token gather[m]), merging partial results where its request has one token.
 
-    gather 0: of token m.
+    gather 0: of token m. first: see linear.py.
     """
     out, x, gather, partial, slots, heads = i64(p, 0), i64(p, 1), i64(p, 2), i64(p, 3), i64(p, 4), i64(p, 5)
     dim, window, mode, halves, batch = i64(p, 6), i64(p, 7), i64(p, 8), i64(p, 9), i64(p, 10)
@@ -75,9 +75,10 @@ def merge_quantize(tid, threads, rows, p):
     cols = heads * dim
     padded = padded_width(cols)
     zero_bytes(scratch + cols * 4, (padded - cols) * 4)
+    before = i64(i64(p, 15), 0) if i64(p, 15) else 0
     m0, m1 = row_share(rows, tid, threads)
     for m in range(m0, m1):
-        t = i32(gather, m) if gather else m
+        t = i32(gather, m) if gather else before + m
         r = i32(i64(batch, REQUEST_OF), t)
         count = partial_count(batch, r, i32(i64(batch, POSITIONS), t), window)
         if count > 1:

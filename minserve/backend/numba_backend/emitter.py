@@ -14,7 +14,7 @@ import numpy.typing as npt
 from minserve.backend.base import StepLimits
 from minserve.backend.numba_backend.instruction import Access, Buffer, Instruction
 from minserve.backend.numba_backend.jit import Kernel
-from minserve.backend.numba_backend.layout import LOGIT_ROWS, T_ROWS, width
+from minserve.backend.numba_backend.layout import G_ROWS, HEADER, LOGIT_ROWS, P_ROWS, S_ROWS, width
 from minserve.backend.numba_backend.recorder import Value, require
 
 
@@ -26,7 +26,7 @@ class Emitter:
         self.result, self.limits, self.batch, self.accurate = result, limits, batch, accurate
         self.instructions: list[Instruction] = []
         self.buffers: dict[Value, Buffer] = {}
-        self.quantized: dict[tuple[Value, int], Buffer] = {}
+        self.quantized: dict[tuple[Value, int, int], Buffer] = {}  # by value, mode and kind of rows
         self.partials: dict[Value, tuple[Buffer, int]] = {}  # of attention, and how many a head of a request can have
         self.scratch_bytes = 0
 
@@ -36,7 +36,11 @@ class Emitter:
 
     def count(self, rows: int) -> int:
         """The most rows of this kind."""
-        return self.limits.max_tokens if rows == T_ROWS else self.limits.max_rows
+        return self.limits.max_rows if rows == S_ROWS else self.limits.max_tokens
+
+    def before(self, rows: int) -> int:
+        """The address of how many rows of a value come before those of this kind, or 0: tokens of prompts are last."""
+        return int(self.batch[HEADER]) + 8 * G_ROWS if rows == P_ROWS else 0
 
     def buffer(self, value: Value) -> Buffer:
         if value not in self.buffers:

@@ -21,6 +21,7 @@ from minserve.backend.numba_backend.jit import inlined
 
 BLOCK = 16  # tokens of a KV block: one vector of scores
 TILE = 64  # tokens that pass a block of 16 weight rows together: their accumulators stay in the L1 cache
+STRIPE = 512  # the same where weights first become bfloat16 operands, which takes as long as 64 tokens do
 GROUP = 32  # weights, and activations, that share a scale
 PAIR = 2 * GROUP  # packed weights come in pairs of groups
 CHUNK = 16  # KV blocks (256 keys) that one softmax pass covers; partial results merge in this order always
@@ -28,14 +29,17 @@ RUN = CHUNK  # KV blocks of a head that can be adjacent
 SLACK = 4096  # bytes behind a buffer that may be read: by tiles that are not full, by the group after the last
 LINE = 128  # alignment: a cache line and the one the prefetcher brings along
 
-T_ROWS, REQUESTS, S_ROWS = 0, 1, 2  # words of the step's header: tokens, requests, logit rows
-# words of the batch block: addresses of int32 arrays that are refilled before each step, but for the last two
-TOKEN_IDS, POSITIONS, SLOTS, STARTS, LENGTHS, TABLES, LOGIT_ROWS, REQUEST_OF, TABLE_WIDTH, HEADER = range(10)
+# words of the step's header: tokens, requests, logit rows; of the tokens, those generated, then those of prompts
+T_ROWS, REQUESTS, S_ROWS, G_ROWS, P_ROWS = range(5)
+# words of the batch block: addresses of int32 arrays that are refilled before each step, but for the last two. PLACES:
+# where the batch's tokens went, for whoever fills the others.
+TOKEN_IDS, POSITIONS, SLOTS, STARTS, LENGTHS, TABLES, LOGIT_ROWS, REQUEST_OF, PLACES, TABLE_WIDTH, HEADER = range(11)
 
 # Activation modes; those of integers say how many bytes stand for the 32 of a group:
 #   int8: p; int16: p = 256 p1 + p2; int12: three bytes for two integers, for weights of 4 bits only
 #   (see linear_groups.py).
 AS_BF16, AS_INT8, AS_INT12, AS_INT16 = 0, 32, 48, 64
+AS_FLOATS = -1  # not rounded
 
 
 def width(cols: int) -> int:

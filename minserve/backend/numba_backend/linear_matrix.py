@@ -30,9 +30,11 @@ from minserve.backend.numba_backend.amx import (
     store_matrix,
 )
 from minserve.backend.numba_backend.jit import bound, inlined
-from minserve.backend.numba_backend.layout import AS_BF16, AS_INT8, AS_INT12, AS_INT16
-from minserve.backend.numba_backend.linear_bf16 import begin_bf16, bf16_matrix_block
+from minserve.backend.numba_backend.layout import AS_BF16, AS_INT8, AS_INT12, AS_INT16, STRIPE, TILE
+from minserve.backend.numba_backend.linear_bf16 import begin_bf16, bf16_unit
 from minserve.backend.numba_backend.linear_blocks import FORMS, bf16_block, fetch_ahead, parts, vector_block
+from minserve.backend.numba_backend.mathlib import F
+from minserve.backend.numba_backend.simd_math import splat
 from minserve.backend.numba_backend.simd_memory import load_f32, store_f32
 from minserve.backend.numba_backend.simd_types import room
 from minserve.backend.numba_backend.tile import (
@@ -207,9 +209,9 @@ def block(w, groups, n, x, acc):
             i = first * n + m
             tokens = (q + i * MODE, d + i * 4, s + i * 4, p + i * 4, half + i * 4)
             if n - m > 8:
-                TILE(zeros_i32(16), panel, count, n, tokens, acc + m * 64)
+                PASS(zeros_i32(16), panel, count, n, tokens, acc + m * 64)
             else:
-                TILE(zeros_i32(8), panel, count, n, tokens, acc + m * 64)
+                PASS(zeros_i32(8), panel, count, n, tokens, acc + m * 64)
 
 
 # -- which unit does it. begin(rows) comes before the blocks of a kernel, end() after them.
@@ -239,20 +241,39 @@ def either_block(w, groups, n, x, acc):
         VECTORS(w, groups, n, x, acc)
 
 
+@inlined
+def as_it_lies(w, nbytes, count, groups, room):
+    return w
+
+
+def one_by_one(w, nbytes, count, groups, n, x, acc, _):
+    """acc[i][m][16] = block i . token m, for `count` blocks of nbytes."""
+    for i in range(count):
+        sums = acc + i * TILE * 64
+        for m in range(n):
+            store_f32(sums, m * 16, splat(F(0)))
+        BLOCK(w + i * nbytes, groups, n, x, sums)
+
+
 def matrix_block(form: str, mode: int) -> Any:
     """The block of the matrix unit for weights of a format and activations of a mode."""
     kind, bindings = FORMS[form]
     each, unpack, tile = KINDS[kind]
     bindings = bindings | BY_MODE[mode] | {"MODE": mode, "COUNT": ENTRIES // each}
-    return bound(block, UNPACK=bound(unpack, **bindings), TILE=bound(tile, **bindings), **bindings)
+    return bound(block, UNPACK=bound(unpack, **bindings), PASS=bound(tile, **bindings), **bindings)
 
 
-def unit(form: str, mode: int) -> tuple[Any, Any]:
-    """(begin, block) for weights of a format and activations of a mode, as this processor does it best."""
-    if mode == AS_BF16:
-        return (begin_bf16, bf16_matrix_block) if HAS_AMX else (no_unit, bf16_block)
-    if not HAS_AMX:
-        return no_unit, vector_block(form, mode)
-    nbytes = 16 if FORMS[form][0] == "halves" else AS_INT12 if mode == AS_INT12 else 32  # that an entry meets at a time
-    block = bound(either_block, MATRIX=matrix_block(form, mode), VECTORS=vector_block(form, mode))
-    return bound(begin_integers, BYTES=nbytes), block
+def unit(form: str, mode: int) -> dict[str, Any]:
+    """What multiplies weights of a format with activations of a mode, as this processor does it best: begin(rows),
+    prepare(...) row blocks, up to TOGETHER, and multiply(...) them with a tile of tokens, up to MOST in a row."""
+    if mode == AS_BF16 and HAS_AMX:
+        prepare, multiply = bf16_unit(form)
+        return {"BEGIN": begin_bf16, "PREPARE": prepare, "MULTIPLY": multiply, "MOST": STRIPE, "TOGETHER": 2}
+    begin, one = no_unit, bf16_block if mode == AS_BF16 else vector_block(form, mode)
+    if HAS_AMX:
+        halves = FORMS[form][0] == "halves"
+        nbytes = 16 if halves else AS_INT12 if mode == AS_INT12 else 32  # of a token that a product takes
+        begin = bound(begin_integers, BYTES=nbytes)
+        one = bound(either_block, MATRIX=matrix_block(form, mode), VECTORS=one)
+    multiply = bound(one_by_one, BLOCK=one)
+    return {"BEGIN": begin, "PREPARE": as_it_lies, "MULTIPLY": multiply, "MOST": TILE, "TOGETHER": 1}

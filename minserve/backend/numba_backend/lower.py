@@ -20,7 +20,7 @@ from minserve.backend.base import StepLimits
 from minserve.backend.numba_backend import lower_attention, lower_linear, lower_rows, sampling
 from minserve.backend.numba_backend.emitter import Emitter
 from minserve.backend.numba_backend.instruction import SCRATCH_WORDS, Access, by_rows
-from minserve.backend.numba_backend.layout import TILE, width
+from minserve.backend.numba_backend.layout import width
 from minserve.backend.numba_backend.recorder import Value
 
 RULES = {  # by the operations of recorder.py
@@ -38,7 +38,7 @@ RULES = {  # by the operations of recorder.py
 def lower(values: Sequence[Value], limits: StepLimits, batch: npt.NDArray[np.int64], accurate: bool) -> Emitter:
     """Instructions, in order, for a list of recorded values, of which the last one is the result."""
     emitter = Emitter(values[-1], limits, batch, accurate)
-    emitter.need_scratch(max(4 * TILE * 64, max(width(v.cols) for v in values) * 4))
+    emitter.need_scratch(max(width(v.cols) for v in values) * 4)
     for value in values:
         RULES[value.op](emitter, value)
     return emitter

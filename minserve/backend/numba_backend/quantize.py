@@ -97,16 +97,17 @@ def store_shared(q, a, b):
     store_i8(q, 32, s)
 
 
-@kernel("out x padded cols mode halves weight eps gather scratch scratch_stride own own_stride")
+@kernel("out x padded cols mode halves weight eps gather scratch scratch_stride own own_stride first")
 def quantize(tid, threads, rows, p):
-    """out[m] = quantized(norm(x[gather[m]])); weight 0: no norm, gather 0: x[m]."""
+    """out[m] = quantized(norm(x[gather[m]])); weight 0: no norm, gather 0: x[m]. first: see linear.py."""
     out, x, padded, cols, mode, halves = i64(p, 0), i64(p, 1), i64(p, 2), i64(p, 3), i64(p, 4), i64(p, 5)
     weight, eps, gather, scratch = i64(p, 6), f64(p, 7), i64(p, 8), i64(p, 9) + tid * i64(p, 10)
     if rows == 1:
         out = i64(p, 11) + tid * i64(p, 12)
+    before = i64(i64(p, 13), 0) if i64(p, 13) else 0
     m0, m1 = row_share(rows, tid, threads)
     for m in range(m0, m1):
-        i = (i32(gather, m) if gather else m) * padded
+        i = (i32(gather, m) if gather else before + m) * padded
         if weight:
             s = splat(rms_scale(x, i, padded, cols, eps))
             for j in range(0, padded, 16):

@@ -22,9 +22,12 @@ from minserve.backend.numba_backend.kv_memory import KVMemory, place
 from minserve.backend.numba_backend.layout import (
     BLOCK,
     CHUNK,
+    G_ROWS,
     HEADER,
     LENGTHS,
     LOGIT_ROWS,
+    P_ROWS,
+    PLACES,
     POSITIONS,
     REQUEST_OF,
     REQUESTS,
@@ -37,14 +40,15 @@ from minserve.backend.numba_backend.layout import (
     TOKEN_IDS,
 )
 from minserve.backend.numba_backend.sampling import DRAW, SKIP
-from minserve.backend.numba_backend.simd_memory import i64, set_f32, set_i32, set_i64
+from minserve.backend.numba_backend.simd_memory import i32, i64, set_f32, set_i32, set_i64
 from minserve.batch import Batch, Int32, SamplingArrays
 
 _INT, _INTS, _FLOATS = types.int64, types.Array(types.int32, 1, "A"), types.Array(types.float32, 1, "A")
+_FLAGS = types.Array(types.boolean, 1, "A")
 _TABLE, _TRIPLES, _BITS = (types.Array(kind, 2, "A") for kind in (types.int32, types.float32, types.uint32))
 
 _VOCAB, _MODEL_LEN, _BLOCKS, _RUN, _JUMP = range(5)  # words of the bounds
-_FINE = -1
+_FINE, GENERATED = -1, -2
 _NAMES = {
     TOKEN_IDS: "token_ids",
     POSITIONS: "positions",
@@ -53,59 +57,79 @@ _NAMES = {
     LENGTHS: "context_lens",
     TABLES: "block_tables",
     LOGIT_ROWS: "logit_rows",
+    GENERATED: "generated",
 }
 _NO_MASK = np.zeros((0, 0), np.uint32)
 
 
 @inlined
-def set_header(header, tokens, requests, rows):
+def set_header(header, tokens, requests, rows, generated):
     set_i64(header, T_ROWS, tokens)
     set_i64(header, REQUESTS, requests)
     set_i64(header, S_ROWS, rows)
+    set_i64(header, G_ROWS, generated)
+    set_i64(header, P_ROWS, tokens - generated)
 
 
-@entry(_INT, _INTS, _INTS, _INTS, _INTS, _INTS, _TABLE, _INTS, _INT, _INT)
-def stage(ids, positions, slots, starts, lengths, tables, logit_rows, words, bounds):
-    """Fill the batch block. Returns the word of an array that is wrong, whose buffers then hold anything, or _FINE."""
+@inlined
+def wrong_token(token, position, slot, bounds):
+    if not 0 <= token < i64(bounds, _VOCAB):
+        return TOKEN_IDS
+    if not 0 <= position < i64(bounds, _MODEL_LEN):
+        return POSITIONS
+    return _FINE if 0 <= slot < i64(bounds, _BLOCKS) * BLOCK else SLOTS
+
+
+@entry(_INT, _INTS, _INTS, _INTS, _INTS, _INTS, _TABLE, _FLAGS, _INTS, _INT, _INT)
+def stage(ids, positions, slots, starts, lengths, tables, generated, logit_rows, words, bounds):
+    """Fill the batch block: requests whose tokens were generated, then those whose tokens are of their prompts. Returns
+    the word of an array that is wrong, whose buffers then hold anything, or _FINE."""
     tokens, requests, blocks = len(ids), len(lengths), i64(bounds, _BLOCKS)
-    run, jump, longest = i64(bounds, _RUN), i64(bounds, _JUMP), i64(bounds, _MODEL_LEN)
+    run, jump = i64(bounds, _RUN), i64(bounds, _JUMP)
     if len(positions) != tokens:
         return POSITIONS
     if len(slots) != tokens:
         return SLOTS
-    for t in range(tokens):
-        if not 0 <= ids[t] < i64(bounds, _VOCAB):
-            return TOKEN_IDS
-        if not 0 <= positions[t] < longest:
-            return POSITIONS
-        if not 0 <= slots[t] < blocks * BLOCK:
-            return SLOTS
-        set_i32(i64(words, TOKEN_IDS), t, np.int64(ids[t]))
-        set_i32(i64(words, POSITIONS), t, np.int64(positions[t]))
-        set_i32(i64(words, SLOTS), t, place(np.int64(slots[t]), run * BLOCK, jump * BLOCK))
     if len(starts) != requests + 1 or starts[0] != 0 or starts[requests] != tokens:
         return STARTS
     if tables.shape[0] != requests:
         return TABLES
-    for r in range(requests):
-        first, last = np.int64(starts[r]), np.int64(starts[r + 1])
-        if not first <= last <= tokens:
-            return STARTS
-        if not 0 <= lengths[r] <= longest:
-            return LENGTHS
-        set_i32(i64(words, STARTS), r + 1, last)
-        set_i32(i64(words, LENGTHS), r, np.int64(lengths[r]))
-        for t in range(first, last):
-            set_i32(i64(words, REQUEST_OF), t, r)
-        for b in range(tables.shape[1]):
-            if not 0 <= tables[r, b] < blocks:
-                return TABLES
-            set_i32(i64(words, TABLES), r * i64(words, TABLE_WIDTH) + b, place(np.int64(tables[r, b]), run, jump))
+    if len(generated) != requests:
+        return GENERATED
+    row, to, before = 0, 0, 0
+    for prompts in (False, True):
+        for r in range(requests):
+            if generated[r] == prompts:
+                continue
+            first, last = np.int64(starts[r]), np.int64(starts[r + 1])
+            if not first <= last <= tokens:
+                return STARTS
+            if not 0 <= lengths[r] <= i64(bounds, _MODEL_LEN):
+                return LENGTHS
+            for t in range(first, last):
+                wrong = wrong_token(ids[t], positions[t], slots[t], bounds)
+                if wrong != _FINE:
+                    return wrong
+                set_i32(i64(words, TOKEN_IDS), to, np.int64(ids[t]))
+                set_i32(i64(words, POSITIONS), to, np.int64(positions[t]))
+                set_i32(i64(words, SLOTS), to, place(np.int64(slots[t]), run * BLOCK, jump * BLOCK))
+                set_i32(i64(words, REQUEST_OF), to, row)
+                set_i32(i64(words, PLACES), t, to)
+                to += 1
+            for b in range(tables.shape[1]):
+                if not 0 <= tables[r, b] < blocks:
+                    return TABLES
+                at = row * i64(words, TABLE_WIDTH) + b
+                set_i32(i64(words, TABLES), at, place(np.int64(tables[r, b]), run, jump))
+            set_i32(i64(words, LENGTHS), row, np.int64(lengths[r]))
+            row += 1
+            set_i32(i64(words, STARTS), row, to)
+        before = before if prompts else to
     for s in range(len(logit_rows)):
         if not 0 <= logit_rows[s] < tokens:
             return LOGIT_ROWS
-        set_i32(i64(words, LOGIT_ROWS), s, np.int64(logit_rows[s]))
-    set_header(i64(words, HEADER), tokens, requests, len(logit_rows))
+        set_i32(i64(words, LOGIT_ROWS), s, i32(i64(words, PLACES), np.int64(logit_rows[s])))
+    set_header(i64(words, HEADER), tokens, requests, len(logit_rows), before)
     return _FINE
 
 
@@ -119,7 +143,16 @@ class StepBuffers:
         self.header = aligned(8 * 8).view(np.int64)
         self.words = aligned(16 * 8).view(np.int64)
         self.arrays: dict[int, Int32] = {}
-        sizes = {TOKEN_IDS: t, POSITIONS: t, SLOTS: t, REQUEST_OF: t, STARTS: r + 1, LENGTHS: r, LOGIT_ROWS: s}
+        sizes = {
+            TOKEN_IDS: t,
+            POSITIONS: t,
+            SLOTS: t,
+            REQUEST_OF: t,
+            PLACES: t,
+            STARTS: r + 1,
+            LENGTHS: r,
+            LOGIT_ROWS: s,
+        }
         tables = r * self.table_width + CHUNK  # attention looks a chunk ahead
         for word, size in {**sizes, TABLES: tables}.items():
             self.arrays[word] = aligned(4 * size).view(np.int32)
@@ -150,6 +183,7 @@ class StepBuffers:
             batch.query_starts,
             batch.context_lens,
             batch.block_tables,
+            batch.generated,
             batch.logit_rows,
             *self._addresses,
         )

@@ -29,7 +29,7 @@ from minserve.backend.numba_backend.instruction import (
     Offset,
     Own,
 )
-from minserve.backend.numba_backend.layout import LINE, S_ROWS, SLACK, T_ROWS
+from minserve.backend.numba_backend.layout import G_ROWS, LINE, P_ROWS, S_ROWS, SLACK, T_ROWS
 
 WIDTH = 24  # words per row: three cache lines
 HEAD = 3  # words before the parameters
@@ -146,7 +146,7 @@ def place_barriers(instructions: Sequence[Instruction]) -> list[int]:
     one since the last meeting, that is, one of the two writes and they may touch data of different threads."""
     bits = [0] * len(instructions)
     for kind in range(KINDS):
-        single = {T_ROWS: not kind & 1, S_ROWS: not kind & 2}
+        single = {S_ROWS: not kind & 2} | dict.fromkeys((T_ROWS, G_ROWS, P_ROWS), not kind & 1)
         since: dict[object, list[tuple[Any, bool]]] = {}
         for i, instruction in enumerate(instructions):
             touched = [(_memory(a), (a.memory, _resolve(a, single)), a.write) for a in instruction.accesses]
@@ -178,4 +178,6 @@ def _resolve(access: Access, single: dict[int, bool]) -> tuple[Any, ...]:
     quantized = isinstance(access.memory, Buffer) and access.memory.row_bytes > 0
     if single[rows]:
         return access.pattern if quantized else ALL  # private copies; but what they are made of, everybody reads
+    if not quantized and rows != T_ROWS:
+        return ALL  # of several tokens one may be single of its kind, which every thread reads for itself
     return ("rows", rows) if access.write or not quantized else ALL  # a linear layer reads all rows

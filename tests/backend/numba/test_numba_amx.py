@@ -14,10 +14,10 @@ import pytest
 from minserve.backend.numba_backend import amx, jit, linear, linear_matrix
 from minserve.backend.numba_backend.arena import aligned
 from minserve.backend.numba_backend.jit import Kernel, variant
-from minserve.backend.numba_backend.layout import AS_BF16, AS_INT16, BLOCK, SLACK, TILE, activation_bytes
+from minserve.backend.numba_backend.layout import AS_BF16, AS_FLOATS, AS_INT16, BLOCK, SLACK, TILE, activation_bytes
 from minserve.backend.numba_backend.linear import LINEAR, modes
-from minserve.backend.numba_backend.linear_blocks import FORMS, vector_block
-from minserve.backend.numba_backend.linear_matrix import MANY, no_unit
+from minserve.backend.numba_backend.linear_blocks import FORMS
+from minserve.backend.numba_backend.linear_matrix import MANY
 from minserve.backend.numba_backend.packing import FORMATS, pack
 from minserve.backend.numba_backend.quantize import quantize
 from minserve.backend.tensor import Encoding
@@ -29,15 +29,17 @@ ROWS = 48
 COUNTS = [*range(MANY - 1, 34), 63, 64, 65, 64 + MANY, 130]
 
 
-def by_vectors(form: str, mode: int) -> Kernel:
+def by_vectors(form: str, mode: int, monkeypatch: pytest.MonkeyPatch) -> Kernel:
     """The same kernel without the matrix unit."""
-    few: Any = vector_block(form, mode)
-    return variant(linear._linear, linear.FIELDS, f"linear_{form}_{mode}_by_vectors", BEGIN=no_unit, BLOCK=few)
+    with monkeypatch.context() as patch:
+        patch.setattr(linear_matrix, "HAS_AMX", False)
+        unit = linear_matrix.unit(form, mode)
+    return variant(linear.linear, linear.FIELDS, f"linear_{form}_{mode}_by_vectors", **unit)
 
 
 def call(kernel: Kernel, rows: int, **words: Any) -> None:
-    scratch = aligned(1 << 16)
-    known = dict.fromkeys(kernel.fields, 0) | {"scratch": scratch}
+    scratch = aligned(1 << 18)
+    known = dict.fromkeys(kernel.fields, 0) | {"scratch": scratch, "out_mode": AS_FLOATS}
     values = [known[name] if name not in words else words[name] for name in kernel.fields]
     address = [v.ctypes.data if isinstance(v, np.ndarray) else v for v in values]
     params = np.array(address, np.int64)
@@ -56,10 +58,10 @@ def rounded(x: npt.NDArray[np.float32], mode: int) -> npt.NDArray[np.uint8]:
 
 @needs_amx
 @pytest.mark.parametrize(("form", "mode"), [(form, mode) for form in FORMS for mode in modes(form)])
-def test_matrix_unit_and_vector_units_agree_to_the_bit(form: str, mode: int) -> None:
+def test_matrix_unit_and_vector_units_agree_to_the_bit(form: str, mode: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Panels that are full, not full, and several; tiles of 16 and of 8 tokens, the last ones not full."""
     rng = np.random.default_rng(mode)
-    kernels = LINEAR[form, mode], by_vectors(form, mode)
+    kernels = LINEAR[form, mode], by_vectors(form, mode, monkeypatch)
     for cols in (256, 1280):
         layout = FORMATS[BY_FORM[form]]
         weights = aligned(ROWS // 16 * layout.block_bytes(cols))
@@ -91,6 +93,32 @@ def test_tokens_in_bfloat16_get_the_same_bits_alone_and_in_any_company() -> None
         bits[n] = out.view(np.uint32)
     for n in bits:
         np.testing.assert_array_equal(bits[n], bits[most][:n], err_msg=f"{n} tokens")
+
+
+@needs_amx
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_of_integers_as_bfloat16(form: str) -> None:
+    """Each is rounded once, to the nearest; tokens get the same bits alone and in any company, in several stripes."""
+    rng, cols, most = np.random.default_rng(2), 2560, 600
+    layout, weights = FORMATS[BY_FORM[form]], tensor(rng, ROWS, cols, Encoding(BY_FORM[form]).value)
+    packed = aligned(ROWS // 16 * layout.block_bytes(cols))
+    pack(weights, layout, packed.reshape(ROWS // 16, -1))
+    x = rng.normal(0, 3, (most, cols)).astype(np.float32)
+    found = {}
+    for n in (1, 2, 16, 17, 33, 64, 65, 448, 449, most):
+        out = aligned(n * ROWS * 4).view(np.float32).reshape(n, ROWS)
+        words = {"out": out, "x": rounded(x[:n], AS_BF16), "mode": AS_BF16, "weights": packed, "stride": ROWS}
+        words |= {"block_bytes": layout.block_bytes(cols), "blocks": ROWS // 16, "units": ROWS // 16, "unit": 1}
+        call(LINEAR[form, AS_BF16], n, **words, cols=cols)
+        found[n] = out
+    expected = as_bf16(x).astype(np.float64) @ as_bf16(weights.float32()).T
+    np.testing.assert_allclose(found[most], expected, rtol=1e-3, atol=1e-3 * np.abs(expected).mean())
+    for n, out in found.items():
+        np.testing.assert_array_equal(out, found[most][:n], err_msg=f"{n} tokens")
+
+
+def as_bf16(x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    return ((x.view(np.uint32) + 0x8000) & 0xFFFF0000).astype(np.uint32).view(np.float32)
 
 
 def test_room_for_tiles_that_are_not_full() -> None:

@@ -29,10 +29,14 @@ def steps() -> list[Batch]:
     """A prompt in chunks beyond 512 keys, then decoding beside a second prompt, then both decode, then one alone."""
     prompt = [[Part(at, TOKENS[at : at + 128], FAR, rows=range(128))] for at in range(0, 512, 128)]
     tail = [Part(512, TOKENS[512:520], FAR, rows=range(8))]
-    mixed = [Part(520, [7], FAR), Part(0, TOKENS[100:137], NEAR, rows=(3, 17, 36)), Part(0, [9], OTHER)]
-    both = [Part(521, [8], FAR, rows=(0, 0)), Part(37, [200], NEAR), Part(1, TOKENS[5:21], OTHER)]
-    alone = [Part(522, [1], FAR)]
+    mixed = [Part(0, TOKENS[100:137], NEAR, rows=(3, 17, 36)), decoded(520, 7, FAR), Part(0, [9], OTHER)]
+    both = [decoded(521, 8, FAR, rows=(0, 0)), decoded(37, 200, NEAR), Part(1, TOKENS[5:21], OTHER)]
+    alone = [decoded(522, 1, FAR)]
     return [make_batch(parts) for parts in (*prompt, tail, mixed, both, alone)]
+
+
+def decoded(start: int, token: int, blocks: Sequence[int], rows: Sequence[int] = (-1,)) -> Part:
+    return Part(start, [token], blocks, rows=rows, generated=True)
 
 
 def logits(name: str, backend: NumbaBackend | NumpyBackend, batches: Sequence[Batch]) -> list[np.ndarray]:
@@ -121,23 +125,31 @@ def test_threads_do_not_change_a_bit(family: str) -> None:
 
 
 def test_chunks_and_batch_mates_do_not_change_a_bit(family: str) -> None:
-    bits_do_not_depend_on_company(f"dummy:{family}:Q4_1")
+    bits_do_not_depend_on_company(f"dummy:{family}:Q4_1", NumbaBackend(threads=2))
 
 
 @pytest.mark.parametrize("encoding", ["BF16", "Q8_0", "Q6_K"])
 def test_bits_do_not_depend_on_company_in_other_encodings(encoding: str) -> None:
-    bits_do_not_depend_on_company(f"dummy:llama-tiny:{encoding}")
+    bits_do_not_depend_on_company(f"dummy:llama-tiny:{encoding}", NumbaBackend(threads=2))
 
 
-def bits_do_not_depend_on_company(name: str) -> None:
-    whole = [make_batch([Part(0, TOKENS[:100], FAR, rows=range(100))])]
-    ones = [make_batch([Part(i, [TOKENS[i]], FAR)]) for i in range(100)]
-    mate = Part(0, TOKENS[200:240], NEAR)
-    crowded = [
-        make_batch([mate, Part(a, TOKENS[a:b], FAR, rows=range(b - a)), Part(0, [3], OTHER)])
-        for a, b in ((0, 19), (19, 20), (20, 70), (70, 100))
-    ]
-    expected = logits(name, NumbaBackend(threads=2), whole)[0]
-    np.testing.assert_array_equal(np.concatenate(logits(name, NumbaBackend(threads=2), ones)), expected)
-    together = logits(name, NumbaBackend(threads=2), crowded)
+@pytest.mark.parametrize("generated", [False, True])
+@pytest.mark.parametrize("encoding", ["Q4_1", "Q8_0", "Q6_K"])
+def test_bits_do_not_depend_on_company_with_int8_activations(encoding: str, generated: bool) -> None:
+    """Tokens of prompts and generated ones, each in the company of both."""
+    backend = NumbaBackend(threads=2, activations="int8")
+    bits_do_not_depend_on_company(f"dummy:llama-tiny:{encoding}", backend, generated)
+
+
+def bits_do_not_depend_on_company(name: str, backend: NumbaBackend, generated: bool = False) -> None:
+    def part(first: int, last: int, rows: Sequence[int]) -> Part:
+        return Part(first, TOKENS[first:last], FAR, rows=rows, generated=generated)
+
+    whole = [make_batch([part(0, 100, range(100))])]
+    ones = [make_batch([part(i, i + 1, [0])]) for i in range(100)]
+    mate, other = Part(0, TOKENS[200:240], NEAR), Part(0, [3], OTHER, generated=True)
+    crowded = [make_batch([mate, part(a, b, range(b - a)), other]) for a, b in ((0, 19), (19, 20), (20, 70), (70, 100))]
+    expected = logits(name, backend, whole)[0]
+    np.testing.assert_array_equal(np.concatenate(logits(name, backend, ones)), expected)
+    together = logits(name, backend, crowded)
     np.testing.assert_array_equal(np.concatenate([rows[1:-1] for rows in together]), expected)

@@ -14,8 +14,10 @@ from minserve.backend.base import KVSpec, StepLimits
 from minserve.backend.numba_backend.kv_memory import KVMemory, place
 from minserve.backend.numba_backend.layout import (
     BLOCK,
+    G_ROWS,
     LENGTHS,
     LOGIT_ROWS,
+    P_ROWS,
     POSITIONS,
     REQUEST_OF,
     REQUESTS,
@@ -45,7 +47,7 @@ def buffers() -> StepBuffers:
 def batch(**arrays: Any) -> Batch:
     """Two requests, three and one tokens; keywords replace arrays."""
     good = make_batch([Part(14, [5, 6, 7], [3, 66], rows=(0, 2)), Part(0, [99], [40])])
-    changed: dict[str, Any] = {name: np.array(values, np.int32) for name, values in arrays.items()}
+    changed: dict[str, Any] = {name: np.array(values, getattr(good, name).dtype) for name, values in arrays.items()}
     return replace(good, **changed)
 
 
@@ -56,32 +58,39 @@ def batches(draw: st.DrawFn) -> Batch:
         start, count = draw(st.integers(0, 200)), draw(st.integers(1, 16))
         ids = draw(st.lists(st.integers(0, VOCAB - 1), min_size=count, max_size=count))
         blocks = draw(st.lists(st.integers(0, BLOCKS - 1), min_size=14, max_size=16))
-        parts.append(Part(start, ids, blocks, rows=draw(st.sampled_from([(), (-1,), (0, -1)]))))
+        rows = draw(st.sampled_from([(), (-1,), (0, -1)]))
+        parts.append(Part(start, ids, blocks, rows=rows, generated=draw(st.booleans())))
     return make_batch(parts)
 
 
 @settings(deadline=None)
 @given(batches())
 def test_every_array_arrives_and_nothing_else_is_written(b: Batch) -> None:
+    """Requests whose tokens were generated first, otherwise in the batch's order."""
     made = buffers()
     made.fill(b)
     tokens, requests, width = b.num_tokens, b.num_requests, b.block_tables.shape[1]
+    counts = np.diff(b.query_starts)
+    order = np.argsort(~b.generated, kind="stable")
+    came = np.concatenate([np.arange(b.query_starts[r], b.query_starts[r + 1]) for r in order])
+    generated = int(counts[b.generated].sum())
     assert made.header[[T_ROWS, REQUESTS, S_ROWS]].tolist() == [tokens, requests, b.num_rows]
-    owners = np.repeat(np.arange(requests), np.diff(b.query_starts))
+    assert made.header[[G_ROWS, P_ROWS]].tolist() == [generated, tokens - generated]
     slots = place.py_func(b.slots, MEMORY.run * BLOCK, MEMORY.jump * BLOCK)
     for word, values in (
-        (TOKEN_IDS, b.token_ids),
-        (POSITIONS, b.positions),
-        (SLOTS, slots),
-        (LENGTHS, b.context_lens),
-        (LOGIT_ROWS, b.logit_rows),
-        (REQUEST_OF, owners),
+        (TOKEN_IDS, b.token_ids[came]),
+        (POSITIONS, b.positions[came]),
+        (SLOTS, slots[came]),
+        (LENGTHS, b.context_lens[order]),
+        (LOGIT_ROWS, np.argsort(came)[b.logit_rows]),
+        (REQUEST_OF, np.repeat(np.arange(requests), counts[order])),
     ):
         np.testing.assert_array_equal(made.arrays[word][: len(values)], values)
         assert (made.arrays[word][len(values) :] == -77).all()
-    np.testing.assert_array_equal(made.arrays[STARTS][1 : requests + 1], b.query_starts[1:])
+    np.testing.assert_array_equal(made.arrays[STARTS][1 : requests + 1], np.cumsum(counts[order]))
+    placed = place.py_func(b.block_tables, MEMORY.run, MEMORY.jump)
     tables = made.arrays[TABLES][: 4 * made.table_width].reshape(4, -1)
-    np.testing.assert_array_equal(tables[:requests, :width], place.py_func(b.block_tables, MEMORY.run, MEMORY.jump))
+    np.testing.assert_array_equal(tables[:requests, :width], placed[order])
     assert (tables[requests:] == -77).all()
     assert (tables[:, width:] == -77).all()
 
@@ -108,6 +117,7 @@ def test_every_array_arrives_and_nothing_else_is_written(b: Batch) -> None:
         ({"block_tables": [[3, 66], [-40, 0]]}, "block_tables"),
         ({"block_tables": [[3, 66]]}, "block_tables"),
         ({"block_tables": np.zeros((2, 17))}, "17 blocks a request, the limit is 16"),
+        ({"generated": [True]}, r"generated of shape \(1,\)"),
         ({"logit_rows": [0, 4]}, "logit_rows"),
         ({"logit_rows": [0, -1]}, "logit_rows"),
         ({"logit_rows": [0] * 9}, "9 logit rows, the limit is 8"),

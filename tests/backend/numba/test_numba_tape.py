@@ -5,13 +5,15 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 import pytest
 
 from minserve.backend.base import StepLimits
 from minserve.backend.numba_backend import NumbaBackend
-from minserve.backend.numba_backend.layout import S_ROWS, T_ROWS
+from minserve.backend.numba_backend.amx import HAS_AMX
+from minserve.backend.numba_backend.layout import G_ROWS, P_ROWS, S_ROWS, T_ROWS
 from minserve.backend.numba_backend.program import NumbaProgram
 from minserve.backend.numba_backend.tape import HEAD, WIDTH
 from minserve.batch import Batch
@@ -24,14 +26,14 @@ THREADS = 3
 Order = Sequence[Sequence[int]]
 
 
-def build(name: str, threads: int) -> NumbaProgram:
+def build(name: str, threads: int, activations: Literal["accurate", "int8"] = "accurate") -> NumbaProgram:
     """A dummy model; "odd" has head counts and sizes that fill no buffer evenly."""
     if name == "odd":
         config = PRESETS["qwen2-tiny"] | {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 48}
         checkpoint = DummyCheckpoint(config | {"intermediate_size": 100, "vocab_size": 133})
     else:
         checkpoint = load_dummy(name).checkpoint  # type: ignore[assignment]
-    backend = NumbaBackend(threads=threads)
+    backend = NumbaBackend(threads=threads, activations=activations)
     model = load(checkpoint, backend, LIMITS.max_model_len)
     return backend.build(model.forward, model.spec, LIMITS)
 
@@ -71,10 +73,11 @@ def steps() -> list[Batch]:
         make_batch([Part(90, ids[:90], far)]),
         make_batch([Part(180, ids[:81], far, rows=(0, 5, 80))]),
         make_batch([Part(261, [7], far)]),
-        make_batch([Part(262, [8], far, rows=(0, 0, 0))]),
-        make_batch([Part(263, [9], far), Part(0, ids[:20], near)]),
-        make_batch([Part(264, [9], far), Part(20, [3], near)]),
-        make_batch([Part(21, [4], near, rows=())]),
+        make_batch([Part(262, [8], far, rows=(0, 0, 0), generated=True)]),
+        make_batch([Part(263, [9], far, generated=True), Part(0, ids[:20], near)]),
+        make_batch([Part(264, [9], far, generated=True), Part(20, [3], near)]),
+        make_batch([Part(20, [3], near), Part(264, [9, 7], far, generated=True)]),
+        make_batch([Part(21, [4], near, rows=(), generated=True)]),
     ]
 
 
@@ -82,9 +85,10 @@ ORDERS: list[Order] = [[order] for order in itertools.permutations(range(THREADS
 ORDERS += [[(0, 1, 2), (2, 1, 0)], [(2, 0, 1), (1, 2, 0)]]
 
 
+@pytest.mark.parametrize("activations", ["accurate", "int8"])
 @pytest.mark.parametrize("name", ["dummy:llama-tiny:Q4_1", "dummy:gemma3-tiny:Q8_0", "dummy:qwen2-tiny:BF16", "odd"])
-def test_no_order_of_the_threads_changes_a_bit(name: str) -> None:
-    single, team = build(name, 1), build(name, THREADS)
+def test_no_order_of_the_threads_changes_a_bit(name: str, activations: Literal["accurate", "int8"]) -> None:
+    single, team = build(name, 1, activations), build(name, THREADS, activations)
     for batch in steps():
         expected = single.logits(batch)
         for order in ORDERS:
@@ -127,6 +131,16 @@ def test_a_layer_is_nine_kernels_and_the_team_meets_five_times_for_one_token() -
     assert names[1:11] == layer
     assert sum(bits & 1 for bits in program.tape.barriers[1:11]) == 5
     program.close()
+
+
+def test_two_kinds_of_tokens_do_not_make_the_team_meet_more_often_for_one() -> None:
+    accurate, int8 = build("dummy:llama-tiny:Q4_1", 2), build("dummy:llama-tiny:Q4_1", 2, "int8")
+    kinds = {i.rows for i in int8.tape.instructions}
+    assert kinds == ({T_ROWS, S_ROWS, G_ROWS, P_ROWS} if HAS_AMX else {T_ROWS, S_ROWS})
+    meetings = [[sum(bits >> kind & 1 for bits in p.tape.barriers) for kind in (0, 2)] for p in (accurate, int8)]
+    assert meetings[0] == meetings[1]
+    accurate.close()
+    int8.close()
 
 
 def test_the_rest_of_the_last_layer_runs_for_sampled_rows_alone() -> None:
