@@ -94,9 +94,9 @@ class NumbaBackend:
     def description(self) -> str:
         path = "AVX-512 VNNI" if dot.HAS_VNNI else "AVX2" if dot.HAS_AVX2 else "portable vectors"
         path += " and AMX" if amx.HAS_AMX else ""
-        bits = "12- to 16" if self._accurate else "8"
+        bits = "12- to 16-bit" if self._accurate else "8-bit (prompts: bf16)" if amx.HAS_AMX else "8-bit"
         cores = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
-        return f"Numba {numba.__version__} on {jit.cpu_name()}, {cores}, {path}, {bits}-bit activations, bf16 KV cache"
+        return f"Numba {numba.__version__} on {jit.cpu_name()}, {cores}, {path}, {bits} activations, bf16 KV cache"
 
     def bytes_per_block(self, kv: Sequence[KVSpec]) -> int:
         return sum(2 * 2 * layer.kv_heads * layer.head_dim for layer in kv) * BLOCK
@@ -108,14 +108,14 @@ class NumbaBackend:
         return 0
 
     def peaks(self) -> Peaks:
-        """Measured once, in about 0.1 s. Operations are those of the encoding that most weights have, at the
-        dot products that accurate activations take."""
+        """Measured once, in about 0.1 s. Operations are those that a prompt takes in the encoding that most weights
+        have, at the dot products of accurate activations."""
         if self._peaks is None:
-            bf16 = self._bf16_bytes > self._int_bytes
+            bf16 = self._bf16_bytes > self._int_bytes or (amx.HAS_AMX and not self._accurate)
             rate = dot_rate(self.threads, bf16=bf16)
-            self._peaks = Peaks(
-                bandwidth(self.threads, self._loaded), rate if bf16 or not self._accurate else rate * AS_INT8 / AS_INT12
-            )
+            if self._accurate and not bf16:
+                rate *= AS_INT8 / AS_INT12
+            self._peaks = Peaks(bandwidth(self.threads, self._loaded), rate)
         return self._peaks
 
     def _format(self, tensor: HostTensor) -> Format:

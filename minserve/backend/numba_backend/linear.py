@@ -1,11 +1,12 @@
 """Linear layers: 16 rows of packed weights at a time meet the tokens of a tile.
 
 out[m, n] = sum over k of w[n, k] x[m, k], then bias, residual, or gate and up to act(gate) * up. One source serves 1 to
-512 tokens: the vectors of a group of weights stay in registers while the tokens go by, and the sums of a tile (64
-tokens x 16 rows) stay in the L1 cache. A token's result does not depend on which tokens stand beside it.
+512 tokens: the sums of a tile (64 tokens x 16 rows) stay in the L1 cache. Beside vectors a group of weights stays in
+registers while a tile goes by; where weights become operands of a matrix unit first, many tiles follow each other. A
+token's result does not depend on which tokens stand beside it.
 
-Owns the kernel: which rows a thread computes, where, and what becomes of their sums. It must not know formats
-(linear_blocks.py) or the arithmetic (linear_groups.py, linear_matrix.py).
+Owns the kernel: which rows a thread computes, where, and what becomes of their sums; and how activations are rounded
+for which tokens. It must not know formats (linear_blocks.py) or the arithmetic (linear_groups.py, linear_matrix.py).
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, name-defined"
@@ -137,13 +138,14 @@ def modes(form: str) -> tuple[int, int]:
 
 
 def prompt_mode(form: str, *, accurate: bool) -> int:
-    """The mode for the tokens of a prompt: where a matrix unit multiplies bfloat16, the fast one gives way to it."""
+    """The mode for the tokens of a prompt. Where a matrix unit multiplies bfloat16, that is faster than 8 bits, which
+    it has to scale in between, and more accurate."""
     return AS_BF16 if HAS_AMX and not accurate else modes(form)[accurate]
 
 
 def scratch_bytes(form: str, mode: int, cols: int) -> int:
-    """Of a thread: sums, and weights of two blocks as operands where they aren't operands already."""
-    return SUMS + (2 * ROWS * cols * 2 if mode == AS_BF16 and form != "bf16" else 0)
+    """Of a thread: sums, and as many blocks of weights as go together, where they become operands first."""
+    return SUMS + (4 * ROWS * cols * 2 if mode == AS_BF16 and form != "bf16" else 0)
 
 
 def _modes(form: str) -> set[int]:

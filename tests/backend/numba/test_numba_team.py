@@ -109,7 +109,7 @@ def test_the_backend_comes_from_the_configuration() -> None:
     backend = create_backend(engine, ModelConfig(), weights_id=b"")
     assert backend.name == "numba"
     assert "1 thread," in backend.description
-    assert "8-bit activations" in backend.description
+    assert "8-bit" in backend.description
     assert backend.block_size == 16
     with pytest.raises(BackendError, match="block_size = 32"):
         create_backend(EngineConfig(backend="numba", block_size=32), ModelConfig())
