@@ -129,13 +129,15 @@ def affine_entry(w, g, entry):
     store_f32(entry, 16, minimum)
 
 
-def affine_tile(shape, entry, count, n, tokens, acc):
+def affine_tile(shape, entry, count, n, tokens, acc, w):
     q, d, s, _, _ = tokens
     products, next_ones = room(ROOM), room(ROOM)
     MULTIPLY(shape, entry + OPERAND, q, MODE, products)
     sums = tile_load_f32(shape, acc)
     for g in range(count):
         i = g * n
+        if w:
+            fetch_ahead(w, g, n, NBYTES)
         MULTIPLY(shape, entry + ENTRY + OPERAND, q + (i + n) * MODE, MODE, next_ones)
         scale, minimum = load_f32(entry, 0), load_f32(entry, 16)
         sums = plus_affine(sums, SUM(shape, products), scale, minimum, d + i * 4, s + i * 4)
@@ -149,13 +151,15 @@ def symmetric_entry(w, g, entry):
     keep(OPERAND_OF(v), scale, entry)
 
 
-def symmetric_tile(shape, entry, count, n, tokens, acc):
+def symmetric_tile(shape, entry, count, n, tokens, acc, w):
     q, d, _, p, _ = tokens
     products, next_ones = room(ROOM), room(ROOM)
     MULTIPLY(shape, entry + OPERAND, q, MODE, products)
     sums = tile_load_f32(shape, acc)
     for g in range(count):
         i = g * n
+        if w:
+            fetch_ahead(w, g, n, NBYTES)
         MULTIPLY(shape, entry + ENTRY + OPERAND, q + (i + n) * MODE, MODE, next_ones)
         signed = tile_bias(SUM(shape, products), p, i, SHIFT)
         sums = plus_scaled(sums, signed, load_f32(entry, 0), d + i * 4)
@@ -170,13 +174,15 @@ def halves_entry(w, g, entry):
     keep(v2, scale2, entry + ENTRY)
 
 
-def halves_tile(shape, entry, count, n, tokens, acc):
+def halves_tile(shape, entry, count, n, tokens, acc, w):
     q, d, _, p, half = tokens
     first, second = room(ROOM), room(ROOM)
     MULTIPLY(shape, entry + OPERAND, q, MODE, first)
     sums = tile_load_f32(shape, acc)
     for g in range(count):
         i = g * n
+        if w:
+            fetch_ahead(w, g, n, NBYTES)
         MULTIPLY(shape, entry + ENTRY + OPERAND, q + i * MODE + 16, MODE, second)
         signed = tile_bias(SUM(shape, first), half, i, SHIFT)
         sums = plus_scaled(sums, signed, load_f32(entry, 0), d + i * 4)
@@ -203,15 +209,15 @@ def block(w, groups, n, x, acc):
     for first in range(0, groups, COUNT):
         count = min(COUNT, groups - first)
         for g in range(count):
-            fetch_ahead(w, first + g, n, NBYTES)
             UNPACK(w, first + g, panel + g * (ENTRIES // COUNT * ENTRY))
         for m in range(0, n, 16):
             i = first * n + m
             tokens = (q + i * MODE, d + i * 4, s + i * 4, p + i * 4, half + i * 4)
+            fetched = 0 if m else w + first * NBYTES
             if n - m > 8:
-                PASS(zeros_i32(16), panel, count, n, tokens, acc + m * 64)
+                PASS(zeros_i32(16), panel, count, n, tokens, acc + m * 64, fetched)
             else:
-                PASS(zeros_i32(8), panel, count, n, tokens, acc + m * 64)
+                PASS(zeros_i32(8), panel, count, n, tokens, acc + m * 64, fetched)
 
 
 # -- which unit does it. begin(rows) comes before the blocks of a kernel, end() after them.
