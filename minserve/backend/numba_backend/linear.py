@@ -5,8 +5,8 @@ out[m, n] = sum over k of w[n, k] x[m, k], then bias, residual, or gate and up t
 registers while a tile goes by; where weights become operands of a matrix unit first, many tiles follow each other. A
 token's result does not depend on which tokens stand beside it.
 
-Owns the kernel: which rows a thread computes, where, and what becomes of their sums; and how activations are rounded
-for which tokens. It must not know formats (linear_blocks.py) or the arithmetic (linear_groups.py, linear_matrix.py).
+Owns the kernel: which rows a thread computes, where, and what becomes of their sums. It must not know formats
+(linear_blocks.py), the arithmetic (linear_groups.py) or which unit of the processor does it (linear_unit.py).
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, name-defined"
@@ -14,7 +14,6 @@ for which tokens. It must not know formats (linear_blocks.py) or the arithmetic 
 
 from __future__ import annotations
 
-from minserve.backend.numba_backend.amx import HAS_AMX
 from minserve.backend.numba_backend.dot import align_stack
 from minserve.backend.numba_backend.jit import Kernel, inlined, variant
 from minserve.backend.numba_backend.layout import (
@@ -28,7 +27,7 @@ from minserve.backend.numba_backend.layout import (
     row_bytes,
 )
 from minserve.backend.numba_backend.linear_blocks import FORMS
-from minserve.backend.numba_backend.linear_matrix import end, unit
+from minserve.backend.numba_backend.linear_unit import end, modes, prompt_mode, unit
 from minserve.backend.numba_backend.mathlib import activate, share
 from minserve.backend.numba_backend.packing import ROWS
 from minserve.backend.numba_backend.quantize import quantize_group
@@ -128,19 +127,6 @@ def finish_quantized(kind, tile, cols, n, acc, bias, g, mode, halves):
     for m in range(n):
         low, high = gated(kind, acc, m, bias, g * 64), gated(kind, acc + 2 * TILE * 64, m, bias, g * 64 + 32)
         quantize_group(low, high, tile, n, m, g, cols // GROUP, mode, halves)
-
-
-def modes(form: str) -> tuple[int, int]:
-    """The fast and the accurate mode of activations for weights of a format."""
-    if form == "bf16":
-        return AS_BF16, AS_BF16
-    return AS_INT8, AS_INT12 if form.startswith("q4") else AS_INT16
-
-
-def prompt_mode(form: str, *, accurate: bool) -> int:
-    """The mode for the tokens of a prompt. Where a matrix unit multiplies bfloat16, that is faster than 8 bits, which
-    it has to scale in between, and more accurate."""
-    return AS_BF16 if HAS_AMX and not accurate else modes(form)[accurate]
 
 
 def scratch_bytes(form: str, mode: int, cols: int) -> int:

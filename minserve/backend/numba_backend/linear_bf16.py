@@ -3,7 +3,7 @@
 Owns the order of work: 32 tokens at a time pass both blocks, their sums in four registers. Weights in bfloat16 are
 operands as they lie; integers become operands first, scale * q + minimum, rounded, so that no product needs scaling.
 Sums are float32, in the unit's own order, the same for one token as for many; so these kernels serve every token of
-their kind. It must not know who chooses them (linear_matrix.py).
+their kind. It must not know who chooses them (linear_unit.py).
 Functions with names in capitals are templates for `bound`.
 """
 

@@ -1,10 +1,11 @@
 """One block of 16 rows of packed weights against many tokens, in the processor's matrix unit (amx.py).
 
 Owns the order of work: some groups of weights are unpacked into a panel, then 16 tokens at a time pass it, their sums
-in registers. The products of the next group are asked for before those of one are scaled. The arithmetic is that of
+in registers. The products of the next group are asked for before those of one are scaled, and meanwhile the weights of
+the next panel are fetched: fetched while others are unpacked, they would come too late. The arithmetic is that of
 linear_groups.py to the last bit: the same integers, scaled in the same order.
 
-Owns too which unit a kernel uses (`unit`). It must not know formats: `GROUP`, of unpack.py, gives a group's weights.
+It must not know formats: `GROUP`, of unpack.py, gives a group's weights; nor when this unit is chosen (linear_unit.py).
 Functions with names in capitals are templates for `bound`.
 
 Panel: entries of [scale, minimum: 16 floats each][weights as an operand: up to 12 vectors], one a group, or two where
@@ -20,21 +21,16 @@ from __future__ import annotations
 from typing import Any
 
 from minserve.backend.numba_backend.amx import (
-    HAS_AMX,
     UNUSED,
     add_products,
     begin_matrices,
     clear_matrix,
-    end_matrices,
     load_matrix,
     store_matrix,
 )
 from minserve.backend.numba_backend.jit import bound, inlined
-from minserve.backend.numba_backend.layout import AS_BF16, AS_INT8, AS_INT12, AS_INT16, STRIPE, TILE
-from minserve.backend.numba_backend.linear_bf16 import begin_bf16, bf16_unit
-from minserve.backend.numba_backend.linear_blocks import FORMS, bf16_block, fetch_ahead, parts, vector_block
-from minserve.backend.numba_backend.mathlib import F
-from minserve.backend.numba_backend.simd_math import splat
+from minserve.backend.numba_backend.layout import AS_INT8, AS_INT12, AS_INT16
+from minserve.backend.numba_backend.linear_blocks import FORMS, fetch_ahead, parts
 from minserve.backend.numba_backend.simd_memory import load_f32, store_f32
 from minserve.backend.numba_backend.simd_types import room
 from minserve.backend.numba_backend.tile import (
@@ -129,21 +125,10 @@ def affine_entry(w, g, entry):
     store_f32(entry, 16, minimum)
 
 
-def affine_tile(shape, entry, count, n, tokens, acc, w):
-    q, d, s, _, _ = tokens
-    products, next_ones = room(ROOM), room(ROOM)
-    MULTIPLY(shape, entry + OPERAND, q, MODE, products)
-    sums = tile_load_f32(shape, acc)
-    for g in range(count):
-        i = g * n
-        if w:
-            fetch_ahead(w, g, n, NBYTES)
-        MULTIPLY(shape, entry + ENTRY + OPERAND, q + (i + n) * MODE, MODE, next_ones)
-        scale, minimum = load_f32(entry, 0), load_f32(entry, 16)
-        sums = plus_affine(sums, SUM(shape, products), scale, minimum, d + i * 4, s + i * 4)
-        products, next_ones = next_ones, products
-        entry += ENTRY
-    tile_store(sums, acc, 0, 16)
+def plus_affine_entry(shape, sums, products, entry, tokens, i):
+    _, d, s, _, _ = tokens
+    scale, minimum = load_f32(entry, 0), load_f32(entry, 16)
+    return plus_affine(sums, SUM(shape, products), scale, minimum, d + i * 4, s + i * 4)
 
 
 def symmetric_entry(w, g, entry):
@@ -151,9 +136,14 @@ def symmetric_entry(w, g, entry):
     keep(OPERAND_OF(v), scale, entry)
 
 
-def symmetric_tile(shape, entry, count, n, tokens, acc, w):
-    q, d, _, p, _ = tokens
-    products, next_ones = room(ROOM), room(ROOM)
+def plus_symmetric_entry(shape, sums, products, entry, tokens, i):
+    _, d, _, p, _ = tokens
+    signed = tile_bias(SUM(shape, products), p, i, SHIFT)
+    return plus_scaled(sums, signed, load_f32(entry, 0), d + i * 4)
+
+
+def tile_of_groups(shape, entry, count, n, tokens, acc, w):
+    products, next_ones, q = room(ROOM), room(ROOM), tokens[0]
     MULTIPLY(shape, entry + OPERAND, q, MODE, products)
     sums = tile_load_f32(shape, acc)
     for g in range(count):
@@ -161,8 +151,7 @@ def symmetric_tile(shape, entry, count, n, tokens, acc, w):
         if w:
             fetch_ahead(w, g, n, NBYTES)
         MULTIPLY(shape, entry + ENTRY + OPERAND, q + (i + n) * MODE, MODE, next_ones)
-        signed = tile_bias(SUM(shape, products), p, i, SHIFT)
-        sums = plus_scaled(sums, signed, load_f32(entry, 0), d + i * 4)
+        sums = PLUS(shape, sums, products, entry, tokens, i)
         products, next_ones = next_ones, products
         entry += ENTRY
     tile_store(sums, acc, 0, 16)
@@ -174,7 +163,7 @@ def halves_entry(w, g, entry):
     keep(v2, scale2, entry + ENTRY)
 
 
-def halves_tile(shape, entry, count, n, tokens, acc, w):
+def tile_of_halves(shape, entry, count, n, tokens, acc, w):
     q, d, _, p, half = tokens
     first, second = room(ROOM), room(ROOM)
     MULTIPLY(shape, entry + OPERAND, q, MODE, first)
@@ -193,10 +182,10 @@ def halves_tile(shape, entry, count, n, tokens, acc, w):
     tile_store(sums, acc, 0, 16)
 
 
-KINDS = {  # entries of a group, how they are made and met
-    "affine": (1, affine_entry, affine_tile),
-    "symmetric": (1, symmetric_entry, symmetric_tile),
-    "halves": (2, halves_entry, halves_tile),
+KINDS: dict[str, tuple[int, Any, Any, Any]] = {  # entries of a group, how they are made, met by a tile, and added up
+    "affine": (1, affine_entry, tile_of_groups, plus_affine_entry),
+    "symmetric": (1, symmetric_entry, tile_of_groups, plus_symmetric_entry),
+    "halves": (2, halves_entry, tile_of_halves, None),
 }
 
 # -- the block: acc[m][16] += w . x[m]
@@ -220,66 +209,20 @@ def block(w, groups, n, x, acc):
                 PASS(zeros_i32(8), panel, count, n, tokens, acc + m * 64, fetched)
 
 
-# -- which unit does it. begin(rows) comes before the blocks of a kernel, end() after them.
-
-
-@inlined
-def end():
-    if HAS_AMX:
-        end_matrices()
-
-
-@inlined
-def no_unit(rows):
-    pass
-
-
 def begin_integers(rows):
+    """Before the blocks of a kernel. BYTES: of a token that a product takes."""
     if rows >= MANY:
         weights = BYTES // 4, 64
         begin_matrices(((16, 64), (16, BYTES), (8, 64), (8, BYTES), weights, UNUSED, UNUSED, UNUSED))
 
 
-def either_block(w, groups, n, x, acc):
-    if n >= MANY:
-        MATRIX(w, groups, n, x, acc)
-    else:
-        VECTORS(w, groups, n, x, acc)
-
-
-@inlined
-def as_it_lies(w, nbytes, count, groups, room):
-    return w
-
-
-def one_by_one(w, nbytes, count, groups, n, x, acc, _):
-    """acc[i][m][16] = block i . token m, for `count` blocks of nbytes."""
-    for i in range(count):
-        sums = acc + i * TILE * 64
-        for m in range(n):
-            store_f32(sums, m * 16, splat(F(0)))
-        BLOCK(w + i * nbytes, groups, n, x, sums)
-
-
-def matrix_block(form: str, mode: int) -> Any:
-    """The block of the matrix unit for weights of a format and activations of a mode."""
+def matrix_block(form: str, mode: int) -> tuple[Any, Any]:
+    """(begin, block) for weights of a format and activations of a mode, MANY tokens or more."""
     kind, bindings = FORMS[form]
-    each, unpack, tile = KINDS[kind]
+    each, unpack, tile, plus = KINDS[kind]
     bindings = bindings | BY_MODE[mode] | {"MODE": mode, "COUNT": ENTRIES // each}
-    return bound(block, UNPACK=bound(unpack, **bindings), PASS=bound(tile, **bindings), **bindings)
-
-
-def unit(form: str, mode: int) -> dict[str, Any]:
-    """What multiplies weights of a format with activations of a mode, as this processor does it best: begin(rows),
-    prepare(...) row blocks, up to TOGETHER, and multiply(...) them with a tile of tokens, up to MOST in a row."""
-    if mode == AS_BF16 and HAS_AMX:
-        prepare, multiply = bf16_unit(form)
-        return {"BEGIN": begin_bf16, "PREPARE": prepare, "MULTIPLY": multiply, "MOST": STRIPE, "TOGETHER": 2}
-    begin, one = no_unit, bf16_block if mode == AS_BF16 else vector_block(form, mode)
-    if HAS_AMX:
-        halves = FORMS[form][0] == "halves"
-        nbytes = 16 if halves else AS_INT12 if mode == AS_INT12 else 32  # of a token that a product takes
-        begin = bound(begin_integers, BYTES=nbytes)
-        one = bound(either_block, MATRIX=matrix_block(form, mode), VECTORS=one)
-    multiply = bound(one_by_one, BLOCK=one)
-    return {"BEGIN": begin, "PREPARE": as_it_lies, "MULTIPLY": multiply, "MOST": TILE, "TOGETHER": 1}
+    if plus is not None:
+        bindings["PLUS"] = bound(plus, **bindings)
+    nbytes = 16 if kind == "halves" else AS_INT12 if mode == AS_INT12 else 32
+    begin = bound(begin_integers, BYTES=nbytes)
+    return begin, bound(block, UNPACK=bound(unpack, **bindings), PASS=bound(tile, **bindings), **bindings)

@@ -24,7 +24,8 @@ from minserve.backend.numba_backend.instruction import (
     for_itself,
 )
 from minserve.backend.numba_backend.layout import AS_BF16, AS_FLOATS, G_ROWS, P_ROWS, T_ROWS, activation_bytes, width
-from minserve.backend.numba_backend.linear import LINEAR, modes, prompt_mode, scratch_bytes
+from minserve.backend.numba_backend.linear import LINEAR, scratch_bytes
+from minserve.backend.numba_backend.linear_unit import modes, prompt_mode
 from minserve.backend.numba_backend.packing import Q6_K, ROWS, Format, Matrix, Segment
 from minserve.backend.numba_backend.quantize import quantize
 from minserve.backend.numba_backend.recorder import Value, require

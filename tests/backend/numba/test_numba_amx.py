@@ -11,13 +11,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from minserve.backend.numba_backend import amx, jit, linear, linear_matrix
+from minserve.backend.numba_backend import amx, jit, linear, linear_matrix, linear_unit
 from minserve.backend.numba_backend.arena import aligned
 from minserve.backend.numba_backend.jit import Kernel, variant
 from minserve.backend.numba_backend.layout import AS_BF16, AS_FLOATS, AS_INT16, BLOCK, SLACK, TILE, activation_bytes
-from minserve.backend.numba_backend.linear import LINEAR, modes
+from minserve.backend.numba_backend.linear import LINEAR
 from minserve.backend.numba_backend.linear_blocks import FORMS
 from minserve.backend.numba_backend.linear_matrix import MANY
+from minserve.backend.numba_backend.linear_unit import modes
 from minserve.backend.numba_backend.packing import FORMATS, pack
 from minserve.backend.numba_backend.quantize import quantize
 from minserve.backend.tensor import Encoding
@@ -32,8 +33,8 @@ COUNTS = [*range(MANY - 1, 34), 63, 64, 65, 64 + MANY, 130]
 def by_vectors(form: str, mode: int, monkeypatch: pytest.MonkeyPatch) -> Kernel:
     """The same kernel without the matrix unit."""
     with monkeypatch.context() as patch:
-        patch.setattr(linear_matrix, "HAS_AMX", False)
-        unit = linear_matrix.unit(form, mode)
+        patch.setattr(linear_unit, "HAS_AMX", False)
+        unit = linear_unit.unit(form, mode)
     return variant(linear.linear, linear.FIELDS, f"linear_{form}_{mode}_by_vectors", **unit)
 
 
